@@ -1,0 +1,44 @@
+"""Which form of paged attention runs: one `match` over the backends."""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels import xla
+
+
+def paged_attention(
+    q_tnh: jax.Array,
+    k_tkh: jax.Array,
+    v_tkh: jax.Array,
+    kv: Any,
+    query_start_b1: jax.Array,
+    context_len_b: jax.Array,
+    page_table_bp: jax.Array,
+    num_requests: jax.Array,
+    *,
+    backend: str,
+    scale: float,
+    is_decode: bool,
+) -> tuple[jax.Array, Any]:
+    """(out_tnh, kv): attention of packed queries over their requests' blocks, the new K and V written there.
+
+    See `pallas_kernels.reference.paged_attention`. `is_decode`: one query for each request, t = b.
+    """
+    match backend:
+        case "xla":
+            attend = xla.paged_attention
+        case _:
+            raise ValueError(f"attention_backend={backend!r} is not known; there is 'xla'")
+    return attend(
+        q_tnh,
+        k_tkh,
+        v_tkh,
+        kv,
+        query_start_b1,
+        context_len_b,
+        page_table_bp,
+        num_requests,
+        scale=scale,
+        is_decode=is_decode,
+    )

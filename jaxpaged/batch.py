@@ -1,0 +1,156 @@
+"""From a scheduled step to what the device is sent: numpy arrays, padded to a bucket."""
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.memory import blocks_for
+from jaxpaged.step_data import BlockCopies, BlockUpdates, RowUpdates, ScheduledStep, StartedRow, StepInputs
+
+DROPPED = np.iinfo(np.int32).max
+"""An index outside every array: what is scattered there is dropped."""
+
+_MIN_REQUESTS = 2
+"""XLA:CPU multiplies a single bfloat16 or int8 row 10 to 50 times slower than two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """The padded sizes that steps are compiled for, ascending.
+
+    `tokens` and `prefill_requests` of a prefill step, `requests` of a decode step; requests of a prefill are padded
+    coarsely, since they cost a row of logits each while tokens cost the whole model.
+    """
+
+    tokens: tuple[int, ...]
+    prefill_requests: tuple[int, ...]
+    requests: tuple[int, ...]
+    logprobs: tuple[int, ...]
+    max_blocks: int
+    num_rows: int
+    """Rows of the device's state, the one of padding included."""
+
+    @property
+    def padding_row(self) -> int:
+        return self.num_rows - 1
+
+
+def make_buckets(config: EngineConfig) -> Buckets:
+    """Buckets of a resolved config: requests 2, 4, 8, 12, 16, 24, 32, … (at most a third of padding), tokens alike."""
+    assert config.max_model_len is not None and isinstance(config.block_size, int)
+    most_requests = max(min(config.max_num_seqs, config.max_num_batched_tokens), _MIN_REQUESTS)
+    return Buckets(
+        tokens=_sizes(16, max(config.max_num_batched_tokens, 16)),
+        prefill_requests=(*(size for size in (2, 8, 32, 128) if size < most_requests), most_requests),
+        requests=(*(size for size in (2, 4, *_sizes(8, most_requests)) if size < most_requests), most_requests),
+        logprobs=tuple(sorted({min(20, config.max_logprobs), config.max_logprobs})),
+        max_blocks=blocks_for(config.max_model_len, config.block_size),
+        num_rows=config.max_num_seqs + 1,
+    )
+
+
+def _sizes(least: int, most: int) -> tuple[int, ...]:
+    """least × (1, 1.5, 2, 3, 4, 6, …) up to `most`, which ends the list."""
+    sizes, size = [], least
+    while size < most:
+        sizes += [size, size * 3 // 2]
+        size *= 2
+    return (*(s for s in sizes if s < most), most)
+
+
+def pick_bucket(size: int, buckets: Sequence[int], what: str) -> int:
+    """The smallest bucket that holds `size`; ValueError when none does."""
+    i = bisect.bisect_left(buckets, size)
+    if i == len(buckets):
+        raise ValueError(f"{size} {what} do not fit the largest bucket, {buckets[-1]}; a step must stay within it")
+    return buckets[i]
+
+
+def build(step: ScheduledStep, buckets: Buckets, scratch_block: int) -> StepInputs:
+    """The step as arrays. `scratch_block` is what unused page-table entries point to."""
+    requests = step.requests
+    is_decode = all(r.num_scheduled_tokens == 1 for r in requests)
+    num_requests, num_tokens = len(requests), step.num_scheduled_tokens
+    b = pick_bucket(num_requests, buckets.requests if is_decode else buckets.prefill_requests, "requests")
+    t = b if is_decode else pick_bucket(num_tokens, buckets.tokens, "tokens")
+
+    token_t = np.zeros(t, np.int32)
+    row_b = np.full(b, buckets.padding_row, np.int32)
+    query_start_b1 = np.full(b + 1, num_tokens, np.int32)
+    context_len_b = np.zeros(b, np.int32)
+    token_t[:num_tokens] = np.concatenate([np.asarray(r.token_ids, np.int32) for r in requests])
+    row_b[:num_requests] = [r.row for r in requests]
+    query_start_b1[:num_requests] = np.cumsum([0, *(r.num_scheduled_tokens for r in requests[:-1])])
+    context_len_b[:num_requests] = [r.start + r.num_scheduled_tokens for r in requests]
+
+    asked = [r.num_logprobs for r in requests if r.num_logprobs is not None]
+    most_logprobs = buckets.logprobs[-1] if -1 in asked else max(asked, default=0)
+    return StepInputs(
+        is_decode=is_decode,
+        token_t=token_t,
+        row_b=row_b,
+        query_start_b1=query_start_b1,
+        context_len_b=context_len_b,
+        num_requests=num_requests,
+        num_tokens=num_tokens,
+        num_logprobs=pick_bucket(most_logprobs, buckets.logprobs, "logprobs") if asked else None,
+        row_updates=_row_updates(step, buckets, scratch_block),
+        block_updates=_block_updates(step),
+        copies=_copies(step),
+    )
+
+
+def _row_updates(step: ScheduledStep, buckets: Buckets, scratch_block: int) -> RowUpdates | None:
+    """Rows started get their blocks and parameters, rows released point to the scratch block again."""
+    nothing = {"block_ids": (), "seed": 0, "child": 0, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    rows = [*step.started, *(StartedRow(row=row, **nothing) for row in step.released)]
+    if not rows:
+        return None
+    rows += [StartedRow(row=DROPPED, **nothing)] * (_update_bucket(len(rows)) - len(rows))
+    page_table_up = np.full((len(rows), buckets.max_blocks), scratch_block, np.int32)
+    for u, row in enumerate(rows):
+        page_table_up[u, : len(row.block_ids)] = row.block_ids
+    return RowUpdates(
+        row_u=np.array([r.row for r in rows], np.int32),
+        page_table_up=page_table_up,
+        seed_u2=np.array([(r.seed >> 32, r.seed & 0xFFFFFFFF) for r in rows], np.uint32),
+        child_u=np.array([r.child for r in rows], np.int32),
+        temperature_u=np.array([r.temperature for r in rows], np.float32),
+        top_k_u=np.array([r.top_k for r in rows], np.int32),
+        top_p_u=np.array([r.top_p for r in rows], np.float32),
+        min_p_u=np.array([r.min_p for r in rows], np.float32),
+    )
+
+
+def _block_updates(step: ScheduledStep) -> BlockUpdates | None:
+    started = {row.row for row in step.started}
+    entries = [
+        (r.row, r.first_new_block + i, block_id)
+        for r in step.requests
+        if r.row not in started
+        for i, block_id in enumerate(r.new_block_ids)
+    ]
+    if not entries:
+        return None
+    entries += [(DROPPED, 0, 0)] * (_update_bucket(len(entries)) - len(entries))
+    row_w, column_w, block_w = np.array(entries, np.int32).T
+    return BlockUpdates(row_w=row_w, column_w=column_w, block_w=block_w)
+
+
+def _copies(step: ScheduledStep) -> BlockCopies | None:
+    if not step.copies:
+        return None
+    pairs = [*step.copies, *[(0, DROPPED)] * (_update_bucket(len(step.copies)) - len(step.copies))]
+    source_c, target_c = np.array(pairs, np.int32).T
+    return BlockCopies(source_c=source_c, target_c=target_c)
+
+
+def _update_bucket(size: int) -> int:
+    """8, 64, 512, …: few shapes matter more than padding for arrays this small."""
+    bucket = 8
+    while bucket < size:
+        bucket *= 8
+    return bucket

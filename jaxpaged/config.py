@@ -1,0 +1,221 @@
+"""What an engine is made of, as plain data: the model's architecture, the engine's settings, the device's facts.
+
+All three are frozen. `resolve` turns every "auto" into a value once and returns a new `EngineConfig`;
+nothing assigns to a config afterwards.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+GIB = 2**30
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained length. Positions are in tokens.
+
+    `kind` is the checkpoint's `rope_type`. Fields that a kind does not use stay None, and the family's
+    reader refuses keys that the kind does not know.
+    """
+
+    kind: Literal["linear", "dynamic", "llama3", "yarn"]
+    factor: float
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The architecture of a decoder-only model; families differ only in these fields."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    dtype: str = "float32"
+    """The checkpoint's own dtype; what the engine computes in is `EngineConfig.dtype`."""
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}; "
+                "each KV head serves the same number of query heads"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings turn pairs of dimensions")
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights, tied embeddings counted once, norms and biases included."""
+        d, f, h = self.hidden_size, self.intermediate_size, self.head_dim
+        qkv, out = (self.num_heads + 2 * self.num_kv_heads) * h, self.num_heads * h
+        layer = d * qkv + out * d + 3 * d * f + 2 * d
+        layer += (qkv + d) * self.attention_bias + (2 * f + d) * self.mlp_bias
+        return self.num_layers * layer + (2 - self.tie_word_embeddings) * self.vocab_size * d + d
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFacts:
+    """What the runner found out about the device, as plain data. Sizes in bytes."""
+
+    platform: str
+    """"cpu", "gpu" or "tpu"."""
+    kind: str
+    """The device's own name, for example "NVIDIA H200"."""
+    num_cores: int
+    total_memory: int
+    """Bytes of memory on the device (on a CPU: of the host)."""
+    memory_limit: int
+    """Most bytes that the allocator hands out (on a CPU: what is available now)."""
+    memory_in_use: int
+    """Bytes in use before the engine took any."""
+    host_memory: int
+    """Bytes of RAM on the host."""
+    jax_version: str
+    has_native_bf16: bool
+    """Whether matrix products in bfloat16 run faster than in float32 here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """The engine's settings. "auto" and None are turned into values by `resolve`."""
+
+    dtype: str = "auto"
+    seed: int = 0
+    block_size: int | Literal["auto"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_device_blocks: int | None = None
+    swap_space: float = 4
+    enable_prefix_caching: bool = True
+    attention_backend: str = "auto"
+    load_format: str = "auto"
+    kv_cache_dtype: str = "auto"
+    quantization: str | None = None
+    max_logprobs: int = 20
+    warmup: str = "auto"
+    native_kernels: str | bool = "auto"
+
+    def __post_init__(self):
+        self._check_choices()
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            _check_int(name, getattr(self, name), 1)
+        for name in ("max_model_len", "kv_cache_memory_bytes", "num_device_blocks"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1)
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError("max_model_len=1 leaves no room for a prompt token and a generated one; give 2 or more")
+        if self.block_size != "auto":
+            _check_int("block_size", self.block_size, 1)
+        _check_int("seed", self.seed, -(2**63))
+        if self.seed >= 2**64:
+            raise ValueError(f"seed={self.seed} does not fit 64 bits")
+        _check_int("max_logprobs", self.max_logprobs, -1)
+        _check_number("gpu_memory_utilization", self.gpu_memory_utilization)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]: a fraction of the device's memory"
+            )
+        _check_number("swap_space", self.swap_space)
+        if not 0 <= self.swap_space < float("inf"):
+            raise ValueError(f"swap_space={self.swap_space} must be a number of GiB, 0 or more")
+        if self.kv_cache_memory_bytes is not None and self.num_device_blocks is not None:
+            raise ValueError(
+                f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} and num_device_blocks={self.num_device_blocks} "
+                "both set the size of the KV pool; give one of them"
+            )
+
+    def _check_choices(self):
+        _check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        _check_choice("load_format", self.load_format, ("auto", "safetensors", "gguf", "orbax", "dummy"))
+        _check_choice("warmup", self.warmup, ("auto", "lazy", "full"))
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be True or False")
+        if self.attention_backend in ("pallas_tpu", "pallas_gpu", "mosaic_gpu"):
+            raise ValueError(f"attention_backend={self.attention_backend!r} is not supported yet; use 'auto' or 'xla'")
+        _check_choice("attention_backend", self.attention_backend, ("auto", "xla"))
+        if self.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported yet; K and V have the engine's dtype ('auto')"
+            )
+        if self.quantization is not None:
+            raise ValueError(f"quantization={self.quantization!r} is not supported yet; leave it None")
+        if self.native_kernels != "auto":
+            raise ValueError(f"native_kernels={self.native_kernels!r} is not supported yet; leave it 'auto'")
+
+
+def resolve(engine: EngineConfig, model: ModelConfig, device: DeviceFacts) -> EngineConfig:
+    """The same settings with every "auto" and None that does not depend on free memory turned into a value.
+
+    The size of the KV pool (`num_device_blocks`) needs measured memory: `memory.py` decides it.
+    """
+    dtype = engine.dtype if engine.dtype != "auto" else _auto_dtype(model, device)
+    max_model_len = engine.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings and not _stretches(model):
+        raise ValueError(
+            f"max_model_len={max_model_len} exceeds the {model.max_position_embeddings} positions that the model was "
+            f"trained for; give max_model_len={model.max_position_embeddings} or less"
+        )
+    return replace(
+        engine,
+        dtype=dtype,
+        block_size=16 if engine.block_size == "auto" else engine.block_size,
+        max_model_len=max_model_len,
+        attention_backend="xla" if engine.attention_backend == "auto" else engine.attention_backend,
+        warmup=("lazy" if device.platform == "cpu" else "full") if engine.warmup == "auto" else engine.warmup,
+        max_logprobs=model.vocab_size if engine.max_logprobs == -1 else min(engine.max_logprobs, model.vocab_size),
+    )
+
+
+def _auto_dtype(model: ModelConfig, device: DeviceFacts) -> str:
+    """float32 on a CPU; elsewhere the checkpoint's 16-bit dtype, bfloat16 for float32 checkpoints,
+    float16 where bfloat16 is not native."""
+    if device.platform == "cpu":
+        return "float32"
+    if not device.has_native_bf16:
+        return "float16"
+    return model.dtype if model.dtype != "float32" else "bfloat16"
+
+
+def _stretches(model: ModelConfig) -> bool:
+    return model.rope_scaling is not None and model.rope_scaling.kind == "dynamic"
+
+
+def _check_int(name: str, value: Any, least: int):
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} must be a whole number, not {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name}={value} must be {least} or more")
+
+
+def _check_number(name: str, value: Any):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]):
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, choices))}")

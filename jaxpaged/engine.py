@@ -1,0 +1,642 @@
+"""The engine: text in, text out. The only file that knows scheduler and runner.
+
+A step: `Scheduler.schedule` says what to compute, `batch.build` makes arrays of it, `Runner.execute` runs them,
+`Scheduler.update` takes the tokens drawn, detokenizers make text of them.
+"""
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxpaged import batch, memory
+from jaxpaged.checkpoints import load_weights, open_model
+from jaxpaged.config import EngineConfig, ModelConfig, resolve
+from jaxpaged.memory import MemoryReport
+from jaxpaged.models.weights import param_specs, weight_bytes
+from jaxpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxpaged.request import Request
+from jaxpaged.runner import Runner, StepCompiler, device_facts, largest_shape, use_compilation_cache
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.scheduler import Scheduler
+from jaxpaged.tokenizer import Detokenizer, Tokenizer, decode_token, encode, encode_chat, load_tokenizer
+
+logger = logging.getLogger("jaxpaged")
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+_WEIGHTS_VERSION = 0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Group:
+    """What one `add_request` asked for: a request for each completion, and their text so far."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    output_kind: RequestOutputKind
+    members: list[Request]
+    detokenizers: list[Detokenizer | None]
+    num_tokens_sent: list[int]
+    num_chars_sent: list[int]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(member.is_finished for member in self.members)
+
+
+class Engine:
+    """An inference engine for one model on this process's first device.
+
+    `model`: a directory (Hugging Face safetensors, or Orbax), a `.gguf` file, a Hugging Face repo id, or the built-in
+    name "smollm2-135m-instruct". `tokenizer`: the caller's own (Hugging Face's `encode` and `decode`), a directory to
+    load one from, or None for the model's; a model without one takes and returns token ids only.
+    The other settings are the fields of `EngineConfig`. Settings that are wrong or not supported raise ValueError.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        tokenizer: Tokenizer | str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ):
+        known = [f.name for f in fields(EngineConfig)]
+        unknown = sorted(settings.keys() - set(known))
+        if unknown:
+            raise ValueError(f"unknown settings {', '.join(unknown)}; there are tokenizer, {', '.join(known)}")
+        given = EngineConfig(**settings)
+        use_compilation_cache()
+        facts = device_facts()
+        source = open_model(model, given.load_format)
+        self.model_config: ModelConfig = source.config
+        config = resolve(given, source.config, facts)
+        swap_warning = memory.check_swap_space(config.swap_space, facts.host_memory)
+        if swap_warning:
+            logger.warning(swap_warning)
+        self._tokenizer = _load_tokenizer(tokenizer, source)
+        weights = load_weights(source, config.dtype, seed=config.seed)
+        self.config = self._size_pool(given, config, facts, weights)
+        self._facts = facts
+        self._buckets = batch.make_buckets(self.config)
+        self._runner: Runner | None = Runner(self.config, source.config, weights, self._buckets)
+        self._scheduler = Scheduler(self.config, digest_context=repr((_WEIGHTS_VERSION, None, None)).encode())
+
+        self._groups: dict[str, _Group] = {}
+        self._member_to_group: dict[str, tuple[_Group, int]] = {}
+        self._ids = itertools.count()
+        self._arrivals = itertools.count()
+        self._seeds = np.random.default_rng(self.config.seed % 2**64)
+        self._undelivered: list[RequestOutput] = []
+        self._start_time = time.monotonic()
+        self._totals = dict.fromkeys(
+            ("num_steps", "num_prompt_tokens", "num_generated_tokens", "num_finished", "num_scheduled_tokens",
+             "num_padded_tokens", "peak_blocks_used"), 0,
+        )  # fmt: skip
+        self._last_step: dict[str, Any] = {}
+        logger.info("%s", self.memory_report())
+
+    # ---- offline use
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes all prompts, batched; outputs in the order of the prompts.
+
+        A prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. One `SamplingParams` for all, or one
+        for each; None: `SamplingParams()`. A prompt that cannot be served gives an output with `error` in its place,
+        and the others are served. ValueError for wrong parameters, before anything is queued.
+        """
+        prompts = _as_list(prompts)
+        all_params = self._params_for(prompts, sampling_params)
+        for params in all_params:
+            self._check_params(params)
+        outputs: dict[str, RequestOutput] = {}
+        ids = []
+        try:
+            for prompt, params in zip(prompts, all_params, strict=True):
+                request_id = self._new_id()
+                ids.append(request_id)
+                try:
+                    self._add(request_id, prompt, params, RequestOutputKind.FINAL_ONLY)
+                except ValueError as error:
+                    outputs[request_id] = _error_output(request_id, prompt, str(error))
+            self._run_until_finished(ids, outputs, use_tqdm)
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+        return [outputs[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """`generate` on conversations in the model's chat template.
+
+        `messages`: one conversation ([{"role": …, "content": …}, …]), or a list of them.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        prompts = [{"prompt_token_ids": self.encode_chat(conversation)} for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Outputs of one prompt as they grow, cumulative unless `output_kind` says otherwise.
+
+        ValueError at once for what cannot be served. Other requests go on meanwhile; a stream that is closed early
+        is aborted.
+        """
+        return self._stream(self.add_request(prompt, sampling_params))
+
+    # ---- step by step
+
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> str:
+        """Queues a prompt and returns its id. ValueError, and nothing queued, when it cannot be served."""
+        params = SamplingParams() if sampling_params is None else sampling_params
+        self._check_params(params)
+        if request_id is None:
+            request_id = self._new_id()
+        elif not isinstance(request_id, str):
+            raise ValueError(f"request_id={request_id!r} must be a string")
+        elif request_id in self._groups:
+            raise ValueError(f"request_id={request_id!r} is in use by an unfinished request; give another")
+        self._add(request_id, prompt, params, params.output_kind)
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step; one output for each request that got tokens or finished. Empty when there is nothing to do."""
+        outputs, self._undelivered = self._undelivered, []
+        return outputs + self._step()
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has more to give."""
+        return bool(self._groups or self._undelivered)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a request and frees its blocks at once; returns what it had, None when it is not (or no longer) there."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return None
+        for member in group.members:
+            if not member.is_finished:
+                member.finish_reason = "abort"
+                for sibling in member.siblings:
+                    sibling.finish_reason = "abort"
+                self._scheduler.finish(member)
+        self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
+        return self._output(group, RequestOutputKind.CUMULATIVE)
+
+    # ---- what there is to know
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation in the model's chat template. ValueError when there is none."""
+        return encode_chat(self.get_tokenizer(), messages, add_generation_prompt=add_generation_prompt)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer in use. ValueError when there is none."""
+        if self._tokenizer is None:
+            raise ValueError("the model has no tokenizer: give token ids, or Engine(..., tokenizer=...)")
+        return self._tokenizer
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the engine's start, the state of queues and blocks, and the ledger of compiled steps."""
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        padded = self._totals["num_padded_tokens"]
+        return {
+            **self._totals,
+            "num_preemptions": scheduler.num_preemptions,
+            "num_waiting": len(scheduler.waiting),
+            "num_running": len(scheduler.running),
+            "num_blocks": pool.num_blocks,
+            "blocks_used": pool.num_used,
+            "blocks_cached": pool.num_cached,
+            "blocks_free": pool.num_blocks - pool.num_used - pool.num_cached,
+            "prefix_hit_rate": scheduler.num_prefix_hits / max(scheduler.num_prefix_queries, 1),
+            "num_prefix_hit_tokens": scheduler.num_prefix_hits,
+            "padding_waste": 1 - self._totals["num_scheduled_tokens"] / padded if padded else 0.0,
+            "compiled_steps": [
+                {"shape": r.shape, "seconds": r.seconds, "temporaries": r.temporaries}
+                for r in self._live_runner.compiler.ledger
+            ],
+        }
+
+    def last_step_stats(self) -> dict[str, Any]:
+        """One flat record of the latest step: times in seconds, requests and tokens by kind, blocks by state."""
+        return dict(self._last_step)
+
+    def memory_report(self) -> MemoryReport:
+        """Where the device's memory goes, in bytes, with the largest step compiled so far."""
+        config, runner = self.config, self._live_runner
+        assert config.num_device_blocks is not None and config.max_model_len is not None
+        assert isinstance(config.block_size, int)
+        per_block = memory.block_bytes(self.model_config, config.block_size, config.dtype)
+        return MemoryReport(
+            limit=self._facts.memory_limit,
+            total=self._facts.total_memory,
+            weights=weight_bytes(param_specs(self.model_config, config.dtype)),
+            kv_pool=runner.kv_bytes,
+            temporaries=runner.compiler.temporaries,
+            state=runner.compiler.state_bytes,
+            other=self._facts.memory_in_use,
+            block_size=config.block_size,
+            bytes_per_block=per_block,
+            num_device_blocks=config.num_device_blocks,
+            num_host_blocks=memory.num_host_blocks(config.swap_space, per_block),
+            swap_space=config.swap_space,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False, and nothing done, while requests hold blocks."""
+        return self._scheduler.reset_prefix_cache()
+
+    def check(self):
+        """RuntimeError unless blocks, rows and queues agree."""
+        self._scheduler.check()
+
+    def close(self):
+        """Ends all requests and gives the device's memory back. The engine cannot be used afterwards."""
+        if self._runner is not None:
+            for request_id in list(self._groups):
+                self.abort(request_id)
+            self._runner.close()
+            self._runner = None
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    # ---- parts of the above
+
+    @property
+    def _live_runner(self) -> Runner:
+        if self._runner is None:
+            raise RuntimeError("the engine is closed; make a new one")
+        return self._runner
+
+    def _size_pool(self, given: EngineConfig, config: EngineConfig, facts, weights) -> EngineConfig:
+        """The config with the number of device blocks and a max_model_len that they can hold."""
+        temporaries, state = 0, 0
+        is_measured = config.num_device_blocks is None and config.kv_cache_memory_bytes is None
+        if is_measured and facts.platform != "cpu":
+            buckets = batch.make_buckets(config)
+            compiler = StepCompiler(config, self.model_config, weights, buckets, num_blocks=1)
+            compiler.get(largest_shape(buckets))
+            temporaries, state = compiler.temporaries, compiler.state_bytes
+        num_blocks = memory.decide_num_device_blocks(
+            config,
+            self.model_config,
+            facts,
+            weights=weight_bytes(param_specs(self.model_config, config.dtype)),
+            temporaries=temporaries,
+            state=state,
+        )
+        assert config.max_model_len is not None and isinstance(config.block_size, int)
+        fitted = memory.fit_max_model_len(given.max_model_len, config.max_model_len, num_blocks, config.block_size)
+        if fitted < config.max_model_len:
+            logger.warning(
+                "max_model_len is lowered from %d to %d: the KV pool has %d blocks of %d tokens",
+                config.max_model_len, fitted, num_blocks, config.block_size,
+            )  # fmt: skip
+        return replace(config, num_device_blocks=num_blocks, kv_cache_memory_bytes=None, max_model_len=fitted)
+
+    def _params_for(self, prompts, sampling_params) -> list[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(
+                f"{len(sampling_params)} sampling_params for {len(prompts)} prompts; give one for all, or one for each"
+            )
+        return list(sampling_params)
+
+    def _check_params(self, params: SamplingParams):
+        """ValueError for parameters that this engine or model cannot honour."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+        vocab_size, most = self.model_config.vocab_size, self.config.max_logprobs
+        for token_id in params.stop_token_ids or ():
+            if token_id >= vocab_size:
+                raise ValueError(f"stop_token_ids has {token_id}, but the vocabulary has ids 0 to {vocab_size - 1}")
+        if params.logprobs is not None and (vocab_size if params.logprobs == -1 else params.logprobs) > most:
+            raise ValueError(
+                f"logprobs={params.logprobs}, but max_logprobs={most}; ask for fewer or raise the engine's max_logprobs "
+                "(-1: the whole vocabulary)"
+            )
+        if params.stop and self._tokenizer is None:
+            raise ValueError(
+                f"stop={list(params.stop)!r} is searched in text, but there is no tokenizer; use stop_token_ids"
+            )
+        if params.n > self.config.max_num_seqs:
+            raise ValueError(
+                f"n={params.n} completions run side by side, but max_num_seqs={self.config.max_num_seqs}; "
+                "lower n or raise max_num_seqs"
+            )
+
+    def _new_id(self) -> str:
+        return next(request_id for request_id in map(str, self._ids) if request_id not in self._groups)
+
+    def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, output_kind: RequestOutputKind):
+        _ = self._live_runner
+        text, token_ids = self._tokenize(prompt)
+        self._check_prompt(token_ids)
+        max_model_len = self.config.max_model_len
+        assert max_model_len is not None
+        room = max_model_len - len(token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        seed = None if params.seed is None else params.seed % 2**64
+        members = [
+            Request(
+                id=request_id if params.n == 1 else f"{request_id}/{child}",
+                parent_id=None if params.n == 1 else request_id,
+                prompt_token_ids=token_ids,
+                params=params,
+                arrival=next(self._arrivals),
+                max_tokens=max_tokens,
+                seed=seed or 0,
+                child=child,
+                eos_token_ids=frozenset(self.model_config.eos_token_ids),
+            )
+            for child in range(params.n)
+        ]
+        members[0].siblings = members[1:]
+        self._scheduler.add(members[0])
+        if seed is None:
+            seed = int(self._seeds.integers(2**64, dtype=np.uint64))
+            for member in members:
+                member.seed = seed
+        group = _Group(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            output_kind=output_kind,
+            members=members,
+            detokenizers=[self._detokenizer(token_ids, params) for _ in members],
+            num_tokens_sent=[0] * params.n,
+            num_chars_sent=[0] * params.n,
+        )
+        self._groups[request_id] = group
+        for i, member in enumerate(members):
+            self._member_to_group[member.id] = (group, i)
+        self._totals["num_prompt_tokens"] += len(token_ids)
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """(text if it was given, token ids) of a prompt. ValueError for anything that is not a prompt."""
+        if isinstance(prompt, Mapping):
+            unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
+            if unknown or len(prompt) == 0:
+                raise ValueError(f'a prompt has the key "prompt" or "prompt_token_ids", not {sorted(prompt)}')
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"])
+            prompt = prompt["prompt"]
+            if not isinstance(prompt, str):
+                raise ValueError(
+                    f'"prompt" must be text, not {type(prompt).__name__}; token ids go in "prompt_token_ids"'
+                )
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ValueError("the prompt is empty; give at least one token")
+            if self._tokenizer is None:
+                raise ValueError("the model has no tokenizer: give token ids, or Engine(..., tokenizer=...)")
+            return prompt, encode(self._tokenizer, prompt)
+        return None, _token_ids(prompt)
+
+    def _check_prompt(self, token_ids: list[int]):
+        max_model_len, vocab_size = self.config.max_model_len, self.model_config.vocab_size
+        assert max_model_len is not None
+        if not token_ids:
+            raise ValueError("the prompt is empty; give at least one token")
+        if len(token_ids) >= max_model_len:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, but max_model_len={max_model_len} must hold it and at least one "
+                "new token; shorten the prompt or raise max_model_len"
+            )
+        wrong = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
+        if wrong:
+            raise ValueError(f"token ids {wrong[:5]} are outside the vocabulary, 0 to {vocab_size - 1}")
+
+    def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer | None:
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            self._tokenizer,
+            prompt_token_ids,
+            stop=params.stop or (),
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+
+    def _step(self) -> list[RequestOutput]:
+        runner, start = self._live_runner, time.perf_counter()
+        scheduled = self._scheduler.schedule()
+        if scheduled is None:
+            return []
+        inputs = batch.build(scheduled, self._buckets, runner.scratch_block)
+        launched = time.perf_counter()
+        step_output = runner.execute(inputs)
+        executed = time.perf_counter()
+        used = self._scheduler.pool.num_used
+        updated = self._scheduler.update(scheduled, step_output)
+        for request in updated:
+            self._detokenize(request)
+        groups = dict.fromkeys(self._member_to_group[request.id][0] for request in updated)
+        outputs = [output for group in groups if (output := self._output(group, group.output_kind)) is not None]
+
+        self._totals["num_steps"] += 1
+        self._totals["num_generated_tokens"] += len(updated)
+        self._totals["num_scheduled_tokens"] += inputs.num_tokens
+        self._totals["num_padded_tokens"] += len(inputs.token_t)
+        self._totals["peak_blocks_used"] = max(self._totals["peak_blocks_used"], used)
+        self._last_step = self._step_record(scheduled, len(inputs.token_t), updated) | {
+            "time": time.monotonic() - self._start_time,
+            "duration_s": time.perf_counter() - start,
+            "schedule_s": launched - start,
+            "execute_s": executed - launched,
+        }
+        return outputs
+
+    def _step_record(self, scheduled, num_padded: int, updated: list[Request]) -> dict[str, Any]:
+        prefills = [r for r in scheduled.requests if r.is_prefill]
+        num_prefill_tokens = sum(r.num_scheduled_tokens for r in prefills)
+        pool = self._scheduler.pool
+        return {
+            "step": self._totals["num_steps"],
+            "num_requests": len(scheduled.requests),
+            "num_prefill_requests": len(prefills),
+            "num_decode_requests": len(scheduled.requests) - len(prefills),
+            "num_prefill_tokens": num_prefill_tokens,
+            "num_decode_tokens": scheduled.num_scheduled_tokens - num_prefill_tokens,
+            "padded_tokens": num_padded,
+            "num_waiting": len(self._scheduler.waiting),
+            "num_running": len(self._scheduler.running),
+            "num_preempted": scheduled.num_preempted,
+            "num_finished": sum(request.is_finished for request in updated),
+            "blocks_used": pool.num_used,
+            "blocks_cached": pool.num_cached,
+            "blocks_free": pool.num_blocks - pool.num_used - pool.num_cached,
+        }
+
+    def _detokenize(self, request: Request):
+        """Adds the new token's text; a stop string in it ends the request."""
+        group, i = self._member_to_group[request.id]
+        detokenizer = group.detokenizers[i]
+        if detokenizer is None:
+            return
+        stop = detokenizer.append(request.token_ids[-1:], ended_by_token=request.is_ended_by_token)
+        if stop is not None:
+            request.finish_reason, request.stop_reason = "stop", stop
+            if not request.is_finished:
+                self._scheduler.finish(request)
+
+    def _output(self, group: _Group, kind: RequestOutputKind) -> RequestOutput | None:
+        """What is to be told of a group now, None for nothing; a finished group is forgotten."""
+        if group.is_finished:
+            del self._groups[group.request_id]
+            for member in group.members:
+                del self._member_to_group[member.id]
+            self._totals["num_finished"] += 1
+        elif kind is RequestOutputKind.FINAL_ONLY:
+            return None
+        completions = [
+            completion
+            for i in range(len(group.members))
+            if (completion := self._completion(group, i, kind)) is not None
+        ]
+        first = group.members[0]
+        times = [m.first_token_time for m in group.members if m.first_token_time is not None]
+        ends = [m.finished_time for m in group.members if m.finished_time is not None]
+        return RequestOutput(
+            request_id=group.request_id,
+            prompt=group.prompt,
+            prompt_token_ids=list(group.prompt_token_ids),
+            outputs=completions,
+            finished=group.is_finished,
+            num_cached_tokens=first.num_cached_tokens,
+            metrics=RequestMetrics(
+                arrival_time=first.arrival_time,
+                first_scheduled_time=first.first_scheduled_time,
+                first_token_time=min(times, default=None),
+                finished_time=max(ends) if group.is_finished else None,
+                num_preemptions=sum(m.num_preemptions for m in group.members),
+            ),
+        )
+
+    def _completion(self, group: _Group, i: int, kind: RequestOutputKind) -> CompletionOutput | None:
+        """One completion: all of it, or with DELTA what was not told yet (None for nothing new)."""
+        request, detokenizer = group.members[i], group.detokenizers[i]
+        text = detokenizer.text(request.is_finished) if detokenizer is not None else ""
+        token_ids, logprobs = request.output_token_ids, request.logprobs
+        if kind is RequestOutputKind.DELTA:
+            first_token, first_char = group.num_tokens_sent[i], group.num_chars_sent[i]
+            group.num_tokens_sent[i], group.num_chars_sent[i] = len(token_ids), len(text)
+            if first_token == len(token_ids) and first_char == len(text) and not group.is_finished:
+                return None
+            text, token_ids, logprobs = text[first_char:], token_ids[first_token:], logprobs[first_token:]
+        wants_logprobs = group.params.logprobs is not None
+        return CompletionOutput(
+            index=i,
+            text=text,
+            token_ids=token_ids,
+            logprobs=[self._with_text(entry) for entry in logprobs] if wants_logprobs else None,
+            cumulative_logprob=request.cumulative_logprob if wants_logprobs else None,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+
+    def _with_text(self, entry: dict[int, Logprob]) -> dict[int, Logprob]:
+        if self._tokenizer is None:
+            return entry
+        return {i: replace(logprob, decoded_token=decode_token(self._tokenizer, i)) for i, logprob in entry.items()}
+
+    def _run_until_finished(self, ids: list[str], outputs: dict[str, RequestOutput], use_tqdm: bool):
+        """Steps until all of `ids` have an output; outputs of other requests are kept for `step`."""
+        wanted = set(ids)
+        num_in = num_out = 0
+        with tqdm(total=len(ids), initial=len(outputs), desc="Processed prompts", disable=not use_tqdm) as bar:
+            while len(outputs) < len(ids):
+                for output in self._step():
+                    if output.request_id not in wanted:
+                        self._undelivered.append(output)
+                        continue
+                    outputs[output.request_id] = output
+                    num_in += len(output.prompt_token_ids or ())
+                    num_out += sum(len(completion.token_ids) for completion in output.outputs)
+                    seconds = max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(
+                        f"input {num_in / seconds:.1f} tok/s, output {num_out / seconds:.1f} tok/s", refresh=False
+                    )
+                    bar.update()
+
+    def _stream(self, request_id: str) -> Iterator[RequestOutput]:
+        try:
+            while True:
+                mine = [output for output in self._undelivered if output.request_id == request_id]
+                if mine:
+                    self._undelivered = [o for o in self._undelivered if o.request_id != request_id]
+                for output in mine:
+                    yield output
+                    if output.finished:
+                        return
+                self._undelivered += self._step()
+        finally:
+            self.abort(request_id)
+
+
+def _load_tokenizer(tokenizer, source) -> Tokenizer | None:
+    if tokenizer is None:
+        return source.load_tokenizer()
+    if isinstance(tokenizer, (str, os.PathLike)):
+        loaded = load_tokenizer(tokenizer)
+        if loaded is None:
+            raise ValueError(f"tokenizer={str(tokenizer)!r} is no directory with tokenizer files")
+        return loaded
+    return tokenizer
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt, or a sequence of prompts, as a list of prompts."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    prompts = list(prompts)
+    return [prompts] if prompts and all(_is_int(item) for item in prompts) else prompts
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _token_ids(value: Any) -> list[int]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError(f"a prompt is text or a list of token ids, not {type(value).__name__}")
+    token_ids = list(value)
+    wrong = [item for item in token_ids if not _is_int(item)]
+    if wrong:
+        raise ValueError(f"a prompt's token ids must be whole numbers, not {wrong[0]!r}")
+    return [int(item) for item in token_ids]
+
+
+def _error_output(request_id: str, prompt: Any, error: str) -> RequestOutput:
+    text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
+    return RequestOutput(request_id=request_id, prompt=text, prompt_token_ids=None, finished=True, error=error)

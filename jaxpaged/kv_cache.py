@@ -1,0 +1,34 @@
+"""The block pool's arrays: for each layer K and V, head-major, with one scratch block at the end.
+
+Unused page-table entries point to the scratch block; nothing is ever written there.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxpaged.config import ModelConfig
+from jaxpaged.memory import kv_block_shape
+from pallas_kernels.gpu.layout import HeadMajorKV
+
+LAYOUT = "head_major"
+
+KVCache = tuple[HeadMajorKV, ...]
+
+
+def pool_specs(model: ModelConfig, num_blocks: int, block_size: int, dtype: str) -> KVCache:
+    """Shapes and dtypes of the pool of `num_blocks` blocks and the scratch block."""
+    shape = (num_blocks + 1, *kv_block_shape(LAYOUT, block_size, model.num_kv_heads, model.head_dim))
+    spec = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return tuple(HeadMajorKV(spec, spec) for _ in range(model.num_layers))
+
+
+def make_pool(model: ModelConfig, num_blocks: int, block_size: int, dtype: str) -> KVCache:
+    """The pool, zeroed, on the device."""
+    return jax.tree.map(
+        lambda spec: jnp.zeros(spec.shape, spec.dtype), pool_specs(model, num_blocks, block_size, dtype)
+    )
+
+
+def copy_blocks(kv: KVCache, source_c: jax.Array, target_c: jax.Array) -> KVCache:
+    """The pool with blocks `target_c` holding what `source_c` hold; targets out of range are dropped. Donate `kv`."""
+    return jax.tree.map(lambda pool: pool.at[target_c].set(pool[source_c], mode="drop"), kv)

@@ -1,0 +1,164 @@
+"""Where the device's memory goes: pure arithmetic, from measured numbers. All sizes in bytes unless named otherwise."""
+
+from dataclasses import dataclass
+
+from jaxpaged.config import GIB, DeviceFacts, EngineConfig, ModelConfig
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+_CPU_POOL_LIMIT = 4 * GIB
+_CPU_POOL_FRACTION = 0.4
+
+
+def kv_block_shape(layout: str, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    """Shape of K, or V, of one block in one layer. "head_major" (GPU and CPU): [kv_heads, block_size, head_dim]."""
+    if layout != "head_major":
+        raise ValueError(f"KV layout {layout!r} is not known; there is 'head_major'")
+    return (num_kv_heads, block_size, head_dim)
+
+
+def block_bytes(model: ModelConfig, block_size: int, dtype: str) -> int:
+    """Bytes of one block: K and V of `block_size` tokens in all layers, unpadded."""
+    per_layer = 2 * block_size * model.num_kv_heads * model.head_dim * DTYPE_BYTES[dtype]
+    return per_layer * model.num_layers
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // block_size)
+
+
+def num_host_blocks(swap_space: float, bytes_per_block: int) -> int:
+    """Blocks that `swap_space` GiB of host memory hold."""
+    return int(swap_space * GIB) // bytes_per_block
+
+
+def decide_num_device_blocks(
+    engine: EngineConfig, model: ModelConfig, device: DeviceFacts, *, weights: int, temporaries: int, state: int
+) -> int:
+    """Number of blocks of the device pool, from a resolved config.
+
+    Given blocks or bytes are taken as they are. On a CPU otherwise the smallest of 4 GiB, 0.4 × the memory
+    available and max_num_seqs × max_model_len tokens; elsewhere (limit × utilization − all but KV) ÷ block bytes.
+    ValueError where nothing is left.
+    """
+    assert isinstance(engine.block_size, int) and engine.max_model_len is not None
+    per_block = block_bytes(model, engine.block_size, engine.dtype)
+    if engine.num_device_blocks is not None:
+        return engine.num_device_blocks
+    if engine.kv_cache_memory_bytes is not None:
+        num_blocks = engine.kv_cache_memory_bytes // per_block
+        if num_blocks < 1:
+            raise ValueError(
+                f"kv_cache_memory_bytes={engine.kv_cache_memory_bytes} holds no block: one takes {per_block} bytes"
+            )
+        return num_blocks
+    if device.platform == "cpu":
+        full = engine.max_num_seqs * blocks_for(engine.max_model_len, engine.block_size)
+        room = int(min(_CPU_POOL_LIMIT, _CPU_POOL_FRACTION * max(device.memory_limit - weights, 0)))
+        num_blocks = min(full, room // per_block)
+    else:
+        usable = int(device.memory_limit * engine.gpu_memory_utilization)
+        num_blocks = (usable - weights - temporaries - state - device.memory_in_use) // per_block
+    if num_blocks < 1:
+        raise ValueError(
+            f"no memory is left for the KV pool: of {device.memory_limit} bytes, weights take {weights}, temporaries "
+            f"{temporaries}, step state {state}, others {device.memory_in_use}, and one block needs {per_block}; "
+            "raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or use a larger device"
+        )
+    return num_blocks
+
+
+def fit_max_model_len(given: int | None, resolved: int, num_blocks: int, block_size: int) -> int:
+    """The longest request that the pool can hold, at most `resolved` tokens.
+
+    ValueError where the user gave a max_model_len that does not fit.
+    """
+    room = num_blocks * block_size
+    if room >= resolved:
+        return resolved
+    if given is not None:
+        raise ValueError(
+            f"max_model_len={given} needs {blocks_for(given, block_size)} blocks of {block_size} tokens, but the KV pool "
+            f"has {num_blocks} ({room} tokens); lower max_model_len to {room} or enlarge the pool "
+            "(kv_cache_memory_bytes, num_device_blocks or gpu_memory_utilization)"
+        )
+    if room < 2:
+        raise ValueError(
+            f"the KV pool has room for {room} token, but a request needs 2 or more (a prompt token and a generated one); "
+            "enlarge it (kv_cache_memory_bytes or num_device_blocks)"
+        )
+    return room
+
+
+def check_swap_space(swap_space: float, host_memory: int) -> str | None:
+    """None, or a warning when swap space takes over 40 % of the host's memory. ValueError over 70 %."""
+    fraction = swap_space * GIB / host_memory
+    text = f"swap_space={swap_space} GiB is {fraction:.0%} of the host's {host_memory / GIB:.1f} GiB of memory"
+    if fraction > 0.7:
+        raise ValueError(
+            f"{text}; at most 70 % may be taken: lower swap_space to {0.7 * host_memory / GIB:.1f} or less"
+        )
+    return f"{text}; more than 40 % may leave too little for others" if fraction > 0.4 else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryReport:
+    """The partition of the device's memory, summing to `limit`. `str()` gives it as a table.
+
+    `temporaries` is that of the largest step compiled so far. `other`: in use before the engine, and the runtime's own.
+    """
+
+    limit: int
+    total: int
+    weights: int
+    kv_pool: int
+    temporaries: int
+    state: int
+    other: int
+    block_size: int
+    bytes_per_block: int
+    num_device_blocks: int
+    num_host_blocks: int
+    swap_space: float
+    max_model_len: int
+    max_num_seqs: int
+
+    @property
+    def free(self) -> int:
+        return self.limit - self.weights - self.kv_pool - self.temporaries - self.state - self.other
+
+    @property
+    def max_concurrency(self) -> float:
+        """How many requests of max_model_len tokens the pool holds at once."""
+        return self.num_device_blocks / blocks_for(self.max_model_len, self.block_size)
+
+    def __str__(self) -> str:
+        parts = [
+            ("weights", self.weights),
+            ("KV pool", self.kv_pool),
+            ("temporaries of the largest step compiled", self.temporaries),
+            ("step state", self.state),
+            ("other (runtime, in use before)", self.other),
+            ("free", self.free),
+            ("limit", self.limit),
+        ]
+        lines = ["Device memory"]
+        lines += [f"  {name:<42}{size / GIB:9.3f} GiB {size / max(self.limit, 1):7.1%}" for name, size in parts]
+        if self.limit < 0.95 * self.total:
+            lines.append(
+                f"  (the limit is {self.limit / self.total:.0%} of the device's {self.total / GIB:.1f} GiB; on GPU and TPU "
+                "XLA_PYTHON_CLIENT_MEM_FRACTION raises it)"
+            )
+        return "\n".join([*lines, *self._block_lines()])
+
+    def _block_lines(self) -> list[str]:
+        tokens = self.num_device_blocks * self.block_size
+        reserved = " (reserved, preemption recomputes)" if self.num_host_blocks else ""
+        return [
+            "KV cache",
+            f"  block: {self.block_size} tokens, {self.bytes_per_block:,} bytes",
+            f"  device blocks: {self.num_device_blocks:,} ({tokens:,} tokens)",
+            f"  host blocks: {self.num_host_blocks:,} in {self.swap_space} GiB of swap space{reserved}",
+            f"  requests of {self.max_model_len:,} tokens at once: {self.max_concurrency:.2f} (at most {self.max_num_seqs})",
+        ]

@@ -1,0 +1,122 @@
+"""Pure layers. Suffixes name the axes of an array:
+
+b requests, t packed tokens, d model, f MLP hidden, n query heads, k KV heads, h head dimension, v vocabulary,
+o a fused output axis, l layers, p blocks of a request, s slots of a block, 1 an axis of one (or one more: b1).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxpaged.config import ModelConfig, RopeScaling
+
+
+def rms_norm(x_td: jax.Array, gamma_d: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm over d, computed in float32, in x's dtype (arXiv:1910.07467)."""
+    x32_td = x_td.astype(jnp.float32)
+    scale_t1 = lax.rsqrt(jnp.mean(jnp.square(x32_td), axis=-1, keepdims=True) + eps)
+    return (x32_td * scale_t1).astype(x_td.dtype) * gamma_d[None]
+
+
+def linear(x_td: jax.Array, weight_od: jax.Array, bias_o: jax.Array | None = None) -> jax.Array:
+    """x Wᵀ + bias [t, o] in x's dtype, for W in a checkpoint's order [out, in]."""
+    y_to = lax.dot_general(x_td, weight_od, (((1,), (1,)), ((), ())), preferred_element_type=x_td.dtype)
+    return y_to if bias_o is None else y_to + bias_o[None]
+
+
+def gated_mlp(x_td, gate_up_od, down_df, gate_up_bias_o, down_bias_d) -> jax.Array:
+    """(silu(x Gᵀ) · x Uᵀ) Dᵀ [t, d] (arXiv:2002.05202); gate and up are one matrix."""
+    gate_tf, up_tf = jnp.split(linear(x_td, gate_up_od, gate_up_bias_o), 2, axis=-1)
+    silu_tf = jax.nn.silu(gate_tf.astype(jnp.float32)).astype(x_td.dtype)
+    return linear(silu_tf * up_tf, down_df, down_bias_d)
+
+
+def logits(x_bd: jax.Array, head_vd: jax.Array) -> jax.Array:
+    """x Wᵀ [b, v] in float32."""
+    return lax.dot_general(x_bd, head_vd, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def rope_angles(position_t: jax.Array, config: ModelConfig, max_model_len: int) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin) of the rotary angles [t, h/2] in float32, with the scaling's attention factor in both."""
+    frequency_h, attention_factor = rope_frequencies(config, max_model_len)
+    angle_th = position_t.astype(jnp.float32)[:, None] * jnp.asarray(frequency_h)[None]
+    return jnp.cos(angle_th) * attention_factor, jnp.sin(angle_th) * attention_factor
+
+
+def rotate(x_tnh: jax.Array, cos_th: jax.Array, sin_th: jax.Array) -> jax.Array:
+    """x with the pairs (i, i + h/2) of each head turned by their angles (arXiv:2104.09864), computed in float32."""
+    first, second = jnp.split(x_tnh.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos_th[:, None], sin_th[:, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_tnh.dtype)
+
+
+def rope_frequencies(config: ModelConfig, max_model_len: int) -> tuple[np.ndarray, float]:
+    """(radians per position for each pair [h/2], factor on cos and sin).
+
+    The frequencies are the same for every position and length, or cached keys would be wrong: "dynamic" takes those
+    of max_model_len, where Hugging Face changes them with each length beyond the trained one.
+    """
+    scaling, dim = config.rope_scaling, config.head_dim
+    exponent_h = np.arange(0, dim, 2, dtype=np.float64) / dim
+    frequency_h = config.rope_theta**-exponent_h
+    factor = 1.0
+    match scaling.kind if scaling else None:
+        case "linear":
+            frequency_h = frequency_h / scaling.factor
+        case "dynamic":
+            frequency_h = _dynamic_theta(config, scaling, max_model_len) ** -exponent_h
+        case "llama3":
+            frequency_h = _llama3_frequencies(frequency_h, scaling)
+        case "yarn":
+            frequency_h = _yarn_frequencies(frequency_h, config, scaling)
+            factor = _yarn_attention_factor(scaling)
+    return frequency_h.astype(np.float32), factor
+
+
+def _dynamic_theta(config: ModelConfig, scaling: RopeScaling, max_model_len: int) -> float:
+    """NTK-aware base for a context of max_model_len tokens; the trained one up to the trained length."""
+    trained = scaling.original_max_position_embeddings or config.max_position_embeddings
+    if max_model_len <= trained:
+        return config.rope_theta
+    stretch = scaling.factor * max_model_len / trained - (scaling.factor - 1)
+    return config.rope_theta * stretch ** (config.head_dim / (config.head_dim - 2))
+
+
+def _llama3_frequencies(frequency_h: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Slow frequencies divided by the factor, fast ones kept, a blend between (Llama 3.1 model card)."""
+    trained = scaling.original_max_position_embeddings
+    assert trained and scaling.low_freq_factor and scaling.high_freq_factor
+    turns_h = trained * frequency_h / (2 * math.pi)
+    blend_h = (turns_h - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept_h = np.clip(blend_h, 0, 1)
+    return kept_h * frequency_h + (1 - kept_h) * frequency_h / scaling.factor
+
+
+def _yarn_frequencies(frequency_h: np.ndarray, config: ModelConfig, scaling: RopeScaling) -> np.ndarray:
+    """Blend of kept and interpolated frequencies by number of turns over the trained length (arXiv:2309.00071)."""
+    trained = scaling.original_max_position_embeddings or config.max_position_embeddings
+
+    def pair_of_turns(turns):
+        return config.head_dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low, high = pair_of_turns(scaling.beta_fast or 32), pair_of_turns(scaling.beta_slow or 1)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.head_dim - 1)
+    width = high - low if high != low else 0.001
+    interpolated_h = np.clip((np.arange(config.head_dim // 2) - low) / width, 0, 1)
+    return frequency_h / scaling.factor * interpolated_h + frequency_h * (1 - interpolated_h)
+
+
+def _yarn_attention_factor(scaling: RopeScaling) -> float:
+    def mscale(weight):
+        return 0.1 * weight * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+    return mscale(1)

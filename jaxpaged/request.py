@@ -1,0 +1,121 @@
+"""One sequence on its way through the engine: tokens, blocks, and the moves its status may make."""
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from jaxpaged.outputs import FinishReason, Logprob
+from jaxpaged.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+_LEGAL_MOVES = {
+    Status.WAITING: {Status.RUNNING, Status.FINISHED},
+    Status.RUNNING: {Status.PREEMPTED, Status.FINISHED},
+    Status.PREEMPTED: {Status.RUNNING, Status.FINISHED},
+    Status.FINISHED: set(),
+}
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """The scheduler's unit. `num_computed_tokens` chases `num_tokens`; there are no phases.
+
+    `arrival` orders requests: a smaller number came first. `max_tokens` is already cut to the room that
+    max_model_len leaves. `block_ids[i]` holds the K and V of tokens [i × block_size, (i + 1) × block_size);
+    `digests[i]` names the content of full block i and is extended as blocks fill.
+    `siblings` are the children of the same prompt that wait to be forked from this one.
+    """
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival: int
+    max_tokens: int
+    seed: int
+    eos_token_ids: frozenset[int] = frozenset()
+    parent_id: str | None = None
+    child: int = 0
+    siblings: list["Request"] = field(default_factory=list)
+
+    status: Status = Status.WAITING
+    token_ids: list[int] = field(init=False)
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    row: int | None = None
+    is_last_token_on_device: bool = False
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    arrival_time: float = field(default_factory=time.monotonic)
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    def __post_init__(self):
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is Status.FINISHED
+
+    @property
+    def is_at_fork(self) -> bool:
+        """Whether siblings wait and everything but the last prompt token is computed."""
+        return bool(self.siblings) and self.num_computed_tokens == self.num_prompt_tokens - 1
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        """Tokens known and not computed; up to the last prompt token while siblings wait to be forked."""
+        return self.num_tokens - self.num_computed_tokens - (1 if self.siblings else 0)
+
+    def move(self, status: Status):
+        """Changes the status; RuntimeError for a move that is not legal."""
+        if status not in _LEGAL_MOVES[self.status]:
+            raise RuntimeError(f"request {self.id}: {self.status.value} → {status.value} is not a legal move")
+        self.status = status
+
+    def append(self, token_id: int):
+        """Takes a sampled token and sees whether it ends the request: EOS, then stop ids, then length."""
+        self.token_ids.append(token_id)
+        self.is_last_token_on_device = True
+        if self.first_token_time is None:
+            self.first_token_time = time.monotonic()
+        if token_id in self.eos_token_ids and not self.params.ignore_eos:
+            self.finish_reason = "stop"
+        elif token_id in self.params.stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", token_id
+        elif self.num_output_tokens >= self.max_tokens:
+            self.finish_reason = "length"
+
+    @property
+    def is_ended_by_token(self) -> bool:
+        """Whether the last token is an end-of-sequence or stop token, whose text is not part of the output."""
+        return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)

@@ -1,0 +1,170 @@
+"""What a user asks of one request: how tokens are drawn, when they end, what is returned."""
+
+import math
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+GREEDY_EPSILON = 0.0
+"""temperature == 0 is greedy; any other value, however small, samples."""
+
+_SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
+
+
+class RequestOutputKind(Enum):
+    """What each output of a step holds: all so far, only what is new, or nothing until the request is finished."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+def _unsupported(default: Any = None):
+    return field(default=default, metadata={"unsupported": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of a request, with vLLM's names and defaults. Checked when made (ValueError).
+
+    Differences from vLLM, on purpose: a temperature between 0 and 0.01 is used as given instead of being raised
+    to 0.01; a parameter that is not supported yet is refused instead of ignored.
+    """
+
+    n: int = 1
+    """Number of completions; each has its own random stream. More than 1 needs temperature > 0."""
+    temperature: float = 1.0
+    """0 takes the most probable token; in [0, 2]."""
+    top_p: float = 1.0
+    """Keep the most probable tokens whose probabilities first reach top_p; in (0, 1]."""
+    top_k: int = 0
+    """Keep the k most probable tokens and those tied with the k-th; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least min_p times as probable as the most probable one; in [0, 1]."""
+    seed: int | None = None
+    """Makes the request repeatable. None (or -1) draws one from the engine's seed."""
+    stop: str | list[str] | tuple[str, ...] | None = None
+    """Strings that end the text. Kept as a tuple."""
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    """Token ids that end the request; kept in token_ids, not in text. Kept as a tuple."""
+    include_stop_str_in_output: bool = False
+    """Whether text keeps the stop string that ended it (or the text of the token that did)."""
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence tokens."""
+    max_tokens: int | None = 16
+    """Most tokens to generate; None: up to max_model_len."""
+    logprobs: int | None = None
+    """Return this many log-probabilities a token and the sampled token's own; 0: the sampled token's only."""
+    detokenize: bool = True
+    """False leaves text empty."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of text."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What the outputs of `Engine.step` hold."""
+
+    presence_penalty: float = _unsupported(0.0)
+    frequency_penalty: float = _unsupported(0.0)
+    repetition_penalty: float = _unsupported(1.0)
+    min_tokens: int = _unsupported(0)
+    bad_words: list[str] | None = _unsupported()
+    logit_bias: dict[int, float] | None = _unsupported()
+    allowed_token_ids: list[int] | None = _unsupported()
+    prompt_logprobs: int | None = _unsupported()
+    flat_logprobs: bool = _unsupported(False)
+    spaces_between_special_tokens: bool = _unsupported(True)
+    structured_outputs: Any = _unsupported()
+    logprob_token_ids: list[int] | None = _unsupported()
+    prompt_logprob_token_ids: Any = _unsupported()
+    prompt_logprob_start: int | None = _unsupported()
+    stream_interval: int | None = _unsupported()
+    extra_args: dict[str, Any] | None = _unsupported()
+    skip_reading_prefix_cache: bool | None = _unsupported()
+    thinking_token_budget: int | None = _unsupported()
+    repetition_detection: Any = _unsupported()
+    routed_experts_prompt_start: int | None = _unsupported()
+    trace_decode_token_ids: Any = _unsupported()
+    watermarking: Any = _unsupported()
+
+    def __post_init__(self):
+        for f in fields(self):
+            if f.metadata.get("unsupported"):
+                value = getattr(self, f.name)
+                if value is not f.default and not (type(value) is not bool and value == f.default):
+                    raise ValueError(f"{f.name}={value!r} is not supported yet; leave it at its default, {f.default!r}")
+        self._normalise()
+        self._check_numbers()
+        self._check_flags()
+        self._check_stop()
+        if self.n > 1 and self.temperature == 0:
+            raise ValueError(f"n must be 1 when sampling greedily (temperature=0), got n={self.n}; all would be equal")
+
+    def _normalise(self):
+        def put(name, value):
+            object.__setattr__(self, name, value)
+
+        if self.seed == -1:
+            put("seed", None)
+        if self.top_k == -1:
+            put("top_k", 0)
+        if self.logprobs is True:
+            put("logprobs", 1)
+        if self.stop is None:
+            put("stop", ())
+        elif isinstance(self.stop, str):
+            put("stop", (self.stop,))
+        elif isinstance(self.stop, (list, tuple)):
+            put("stop", tuple(self.stop))
+        if self.stop_token_ids is None:
+            put("stop_token_ids", ())
+        elif isinstance(self.stop_token_ids, (list, tuple, set, frozenset)):
+            put("stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
+
+    def _check_numbers(self):
+        _whole("n", self.n, 1, 16384)
+        _real("temperature", self.temperature, 0, 2)
+        _real("top_p", self.top_p, 0, 1)
+        if self.top_p == 0:
+            raise ValueError("top_p=0 must be in (0, 1]; for the most probable token alone use temperature=0")
+        _whole("top_k", self.top_k, 0, 2**31 - 1, "; 0 or -1 turns it off")
+        _real("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            _whole("seed", self.seed, _SEED_MIN, _SEED_MAX)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1, "; None: up to max_model_len")
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, -1, 2**31 - 1, "; -1: the whole vocabulary")
+
+    def _check_flags(self):
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(
+                f"output_kind={self.output_kind!r} must be one of {', '.join(map(str, RequestOutputKind))}"
+            )
+
+    def _check_stop(self):
+        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) for s in self.stop):
+            raise ValueError(f"stop={self.stop!r} must be a string or a list of strings")
+        if "" in self.stop:
+            raise ValueError("stop cannot contain an empty string: it would end every request at once")
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop={list(self.stop)!r} needs detokenize=True: stop strings are searched in text")
+        if not isinstance(self.stop_token_ids, tuple):
+            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
+        for token_id in self.stop_token_ids:
+            _whole("stop_token_ids", token_id, 0, 2**31 - 1)
+
+
+def _whole(name: str, value: Any, least: int, most: int, hint: str = ""):
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} must be a whole number, not {type(value).__name__}{hint}")
+    if not least <= value <= most:
+        raise ValueError(f"{name}={value} must be in [{least}, {most}]{hint}")
+
+
+def _real(name: str, value: Any, least: float, most: float):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+    if math.isnan(value) or not least <= value <= most:
+        raise ValueError(f"{name}={value} must be in [{least}, {most}]")

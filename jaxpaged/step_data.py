@@ -1,0 +1,138 @@
+"""What crosses the borders of a step, in plain numbers and numpy: scheduler → batch → runner → scheduler.
+
+A row is the index of a running request in the device's per-request state. Row `max_num_seqs` belongs to nobody:
+padding points to it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+ON_DEVICE = -1
+"""In place of a token id: the row's last sampled token, which the device holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartedRow:
+    """A row that a request takes: its blocks so far and how its tokens are drawn.
+
+    `seed` is in [0, 2⁶⁴). A temperature of 0 is greedy; top_k 0 keeps all tokens.
+    """
+
+    row: int
+    block_ids: tuple[int, ...]
+    seed: int
+    child: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledRequest:
+    """The tokens of one request that a step computes: positions [start, start + len(token_ids)).
+
+    `new_block_ids` come after the blocks that the row has. `samples`: whether a token is drawn after the last one.
+    `num_logprobs`: how many log-probabilities are wanted beside the sampled token's; None: none at all.
+    """
+
+    request_id: str
+    row: int
+    start: int
+    token_ids: tuple[int, ...]
+    first_new_block: int
+    new_block_ids: tuple[int, ...]
+    samples: bool
+    is_prefill: bool
+    num_logprobs: int | None = None
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduledStep:
+    """One step: rows released and started before it, blocks copied before it (source, target), tokens computed."""
+
+    requests: tuple[ScheduledRequest, ...]
+    started: tuple[StartedRow, ...] = ()
+    released: tuple[int, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    num_preempted: int = 0
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return sum(r.num_scheduled_tokens for r in self.requests)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowUpdates:
+    """Whole rows of the device's per-request state to overwrite; rows out of range are dropped (padding)."""
+
+    row_u: np.ndarray
+    page_table_up: np.ndarray
+    seed_u2: np.ndarray
+    child_u: np.ndarray
+    temperature_u: np.ndarray
+    top_k_u: np.ndarray
+    top_p_u: np.ndarray
+    min_p_u: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockUpdates:
+    """Single entries of the page table to overwrite: page_table[row, column] = block; padding is out of range."""
+
+    row_w: np.ndarray
+    column_w: np.ndarray
+    block_w: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCopies:
+    """Blocks to copy before the step; padded targets are out of range."""
+
+    source_c: np.ndarray
+    target_c: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInputs:
+    """A step padded to a bucket: tokens [t] of `num_requests` requests packed one after another, requests [b].
+
+    Request i has tokens [query_start[i], query_start[i + 1]); its context_len counts the tokens computed before
+    and those of this step, so that its last token has position context_len − 1. Padded requests have length 0.
+    `is_decode`: one token for each request, t = b. `num_logprobs`: most that any request asked for.
+    """
+
+    is_decode: bool
+    token_t: np.ndarray
+    row_b: np.ndarray
+    query_start_b1: np.ndarray
+    context_len_b: np.ndarray
+    num_requests: int
+    num_tokens: int
+    num_logprobs: int | None
+    row_updates: RowUpdates | None
+    block_updates: BlockUpdates | None
+    copies: BlockCopies | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepLogprobs:
+    """Log-probabilities of the sampled tokens [b], their ranks [b], and the most probable tokens [b, k]."""
+
+    sampled_b: np.ndarray
+    rank_b: np.ndarray
+    top_id_bk: np.ndarray
+    top_logprob_bk: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutput:
+    """The token drawn after each request of the step [b]; meaningless where the request did not sample."""
+
+    token_id_b: np.ndarray
+    logprobs: StepLogprobs | None = None

@@ -1,0 +1,164 @@
+"""The functions that are compiled. Each takes donated device state and gives it back; all else is read only.
+
+Donated: the KV pool, and the per-request state of rows. Weights are arguments, so that new ones need no recompile.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from jaxpaged import kv_cache, sampler
+from jaxpaged.config import ModelConfig
+from jaxpaged.kv_cache import KVCache
+from jaxpaged.models import decoder
+from jaxpaged.models.weights import Weights
+from pallas_kernels.xla import request_of_token
+
+
+@flax.struct.dataclass
+class RowState:
+    """What the device keeps for each running request, and for the row of padding at the end."""
+
+    page_table_rp: jax.Array
+    last_token_r: jax.Array
+    seed_r2: jax.Array
+    child_r: jax.Array
+    temperature_r: jax.Array
+    top_k_r: jax.Array
+    top_p_r: jax.Array
+    min_p_r: jax.Array
+
+
+def make_row_state(num_rows: int, max_blocks: int, scratch_block: int) -> RowState:
+    """Rows that belong to nobody: their blocks are the scratch block, they draw greedily."""
+    return RowState(
+        page_table_rp=jnp.full((num_rows, max_blocks), scratch_block, jnp.int32),
+        last_token_r=jnp.zeros(num_rows, jnp.int32),
+        seed_r2=jnp.zeros((num_rows, 2), jnp.uint32),
+        child_r=jnp.zeros(num_rows, jnp.int32),
+        temperature_r=jnp.zeros(num_rows, jnp.float32),
+        top_k_r=jnp.zeros(num_rows, jnp.int32),
+        top_p_r=jnp.ones(num_rows, jnp.float32),
+        min_p_r=jnp.zeros(num_rows, jnp.float32),
+    )
+
+
+def update_rows(state: RowState, row_u, page_table_up, seed_u2, child_u, temperature_u, top_k_u, top_p_u, min_p_u):
+    """State with whole rows overwritten; rows out of range are dropped. Donate `state`."""
+
+    def put(array, values):
+        return array.at[row_u].set(values, mode="drop")
+
+    return state.replace(
+        page_table_rp=put(state.page_table_rp, page_table_up),
+        seed_r2=put(state.seed_r2, seed_u2),
+        child_r=put(state.child_r, child_u),
+        temperature_r=put(state.temperature_r, temperature_u),
+        top_k_r=put(state.top_k_r, top_k_u),
+        top_p_r=put(state.top_p_r, top_p_u),
+        min_p_r=put(state.min_p_r, min_p_u),
+    )
+
+
+def update_blocks(state: RowState, row_w, column_w, block_w) -> RowState:
+    """State with single page-table entries overwritten; rows out of range are dropped. Donate `state`."""
+    return state.replace(page_table_rp=state.page_table_rp.at[row_w, column_w].set(block_w, mode="drop"))
+
+
+def copy_blocks(kv: KVCache, source_c, target_c) -> KVCache:
+    """The pool with blocks copied (`kv_cache.copy_blocks`). Donate `kv`."""
+    return kv_cache.copy_blocks(kv, source_c, target_c)
+
+
+def prefill_step(
+    weights: Weights,
+    kv: KVCache,
+    state: RowState,
+    token_t,
+    row_b,
+    query_start_b1,
+    context_len_b,
+    num_requests,
+    *,
+    config: ModelConfig,
+    backend: str,
+    max_model_len: int,
+    num_logprobs: int | None,
+):
+    """One step over packed tokens of many requests: (output, kv, state). Donate `kv` and `state`.
+
+    Draws a token after the last scheduled token of each request; a token of −1 stands for the row's last sampled one.
+    The output holds int32 tokens [b], or with `num_logprobs` the pair of tokens and log-probabilities.
+    """
+    num_tokens, num_padded = token_t.shape[0], row_b.shape[0]
+    request_t = request_of_token(query_start_b1, num_tokens)
+    query_len_b = query_start_b1[1:] - query_start_b1[:-1]
+    position_t = (context_len_b - query_len_b - query_start_b1[:-1])[request_t] + jnp.arange(num_tokens)
+    token_t = jnp.where(token_t < 0, state.last_token_r[row_b[request_t]], token_t)
+    tokens = decoder.PackedTokens(
+        token_t=token_t,
+        position_t=jnp.maximum(position_t, 0),
+        query_start_b1=query_start_b1,
+        context_len_b=context_len_b,
+        page_table_bp=state.page_table_rp[row_b],
+        num_requests=num_requests,
+    )
+    hidden_td, kv = decoder.forward(
+        config, weights, tokens, kv, backend=backend, max_model_len=max_model_len, is_decode=False
+    )
+    last_b = jnp.clip(query_start_b1[1:] - 1, 0, num_tokens - 1)
+    is_live_b = jnp.arange(num_padded) < num_requests
+    output, state = _draw(weights, hidden_td[last_b], state, row_b, context_len_b, is_live_b, num_logprobs)
+    return output, kv, state
+
+
+def decode_step(
+    weights: Weights,
+    kv: KVCache,
+    state: RowState,
+    token_b,
+    row_b,
+    context_len_b,
+    num_requests,
+    *,
+    config: ModelConfig,
+    backend: str,
+    max_model_len: int,
+    num_logprobs: int | None,
+):
+    """One step over one token of each request: (output, kv, state), as `prefill_step`. Donate `kv` and `state`."""
+    num_padded = row_b.shape[0]
+    tokens = decoder.PackedTokens(
+        token_t=jnp.where(token_b < 0, state.last_token_r[row_b], token_b),
+        position_t=jnp.maximum(context_len_b - 1, 0),
+        query_start_b1=jnp.minimum(jnp.arange(num_padded + 1), num_requests),
+        context_len_b=context_len_b,
+        page_table_bp=state.page_table_rp[row_b],
+        num_requests=num_requests,
+    )
+    hidden_bd, kv = decoder.forward(
+        config, weights, tokens, kv, backend=backend, max_model_len=max_model_len, is_decode=True
+    )
+    is_live_b = jnp.arange(num_padded) < num_requests
+    output, state = _draw(weights, hidden_bd, state, row_b, context_len_b, is_live_b, num_logprobs)
+    return output, kv, state
+
+
+def _draw(weights: Weights, hidden_bd, state: RowState, row_b, context_len_b, is_live_b, num_logprobs: int | None):
+    """(output, state with the rows' last tokens). A token drawn in the middle of a prompt is never read."""
+    logits_bv = decoder.logits(weights, hidden_bd)
+    rows = sampler.SamplingRows(
+        seed_b2=state.seed_r2[row_b],
+        child_b=state.child_r[row_b],
+        temperature_b=state.temperature_r[row_b],
+        top_k_b=state.top_k_r[row_b],
+        top_p_b=state.top_p_r[row_b],
+        min_p_b=state.min_p_r[row_b],
+    )
+    with jax.named_scope("sample"):
+        token_b = sampler.sample(logits_bv, rows, context_len_b)
+    target_b = jnp.where(is_live_b, row_b, state.last_token_r.shape[0])
+    state = state.replace(last_token_r=state.last_token_r.at[target_b].set(token_b, mode="drop"))
+    if num_logprobs is None:
+        return token_b, state
+    return (token_b, sampler.token_logprobs(logits_bv, token_b, num_logprobs)), state

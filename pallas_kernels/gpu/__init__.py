@@ -1,0 +1,1 @@
+"""What GPUs (and, for the layout, CPUs) use."""

@@ -1,0 +1,132 @@
+"""Paged attention for XLA against the oracle, on ragged batches."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import reference, xla
+from pallas_kernels.gpu.layout import pack, unpack
+
+HEAD_DIM = 8
+
+
+@dataclasses.dataclass
+class Batch:
+    q_tnh: np.ndarray
+    k_tkh: np.ndarray
+    v_tkh: np.ndarray
+    kv: tuple[np.ndarray, np.ndarray]
+    query_start_b1: np.ndarray
+    context_len_b: np.ndarray
+    page_table_bp: np.ndarray
+    num_requests: int
+
+    def arguments(self):
+        return (self.query_start_b1, self.context_len_b, self.page_table_bp, np.int32(self.num_requests))
+
+
+def make_batch(lengths, *, block_size, num_heads=6, num_kv_heads=2, padded_tokens=0, padded_requests=0, seed=0):
+    """`lengths`: (tokens computed before, new tokens) of each request. Blocks are scattered over the pool; slots that
+    no token has reached hold NaN."""
+    rng = np.random.default_rng(seed)
+    num_requests, b = len(lengths), len(lengths) + padded_requests
+    contexts = [before + new for before, new in lengths]
+    width = -(-max(contexts) // block_size)
+    num_blocks = sum(-(-c // block_size) for c in contexts) + 3
+    free = list(rng.permutation(num_blocks))
+    scratch = num_blocks
+    page_table_bp = np.full((b, width), scratch, np.int32)
+    k_pool = np.full((num_blocks + 1, block_size, num_kv_heads, HEAD_DIM), np.nan, np.float32)
+    v_pool = k_pool.copy()
+    for i, ((before, _), context) in enumerate(zip(lengths, contexts, strict=True)):
+        for j in range(-(-context // block_size)):
+            page_table_bp[i, j] = free.pop()
+        for p in range(before):
+            slot = page_table_bp[i, p // block_size], p % block_size
+            k_pool[slot], v_pool[slot] = rng.standard_normal((2, num_kv_heads, HEAD_DIM))
+    num_tokens = sum(new for _, new in lengths)
+    t = num_tokens + padded_tokens
+    query_start_b1 = np.full(b + 1, num_tokens, np.int32)
+    query_start_b1[: num_requests + 1] = np.cumsum([0, *(new for _, new in lengths)])
+    return Batch(
+        q_tnh=rng.standard_normal((t, num_heads, HEAD_DIM)).astype(np.float32),
+        k_tkh=rng.standard_normal((t, num_kv_heads, HEAD_DIM)).astype(np.float32),
+        v_tkh=rng.standard_normal((t, num_kv_heads, HEAD_DIM)).astype(np.float32),
+        kv=(k_pool, v_pool),
+        query_start_b1=query_start_b1,
+        context_len_b=np.array([*contexts, *[0] * padded_requests], np.int32),
+        page_table_bp=page_table_bp,
+        num_requests=num_requests,
+    )
+
+
+def check(batch, *, tolerance=2e-5, dtype=jnp.float32, is_decode=False, **options):
+    kv = jax.tree.map(lambda x: x.astype(dtype), pack(*batch.kv))
+    new = [jnp.asarray(x, dtype) for x in (batch.q_tnh, batch.k_tkh, batch.v_tkh)]
+    attend = jax.jit(lambda *a: xla.paged_attention(*a, scale=0.3, is_decode=is_decode, **options))
+    out_tnh, kv = attend(*new, kv, *batch.arguments())
+    stored = [x.astype(np.float32) for x in unpack(kv)]
+    rounded = [np.asarray(x.astype(jnp.float32)) for x in new]
+    old = [np.asarray(jnp.asarray(x, dtype).astype(jnp.float32)) for x in batch.kv]
+    expected_tnh, (k_pool, v_pool) = reference.paged_attention(*rounded, old, *batch.arguments(), scale=0.3, **options)
+    live = slice(0, batch.query_start_b1[batch.num_requests])
+    error = np.abs(np.asarray(out_tnh, np.float32)[live] - expected_tnh[live]).max()
+    assert error <= tolerance * np.abs(expected_tnh[live]).max()
+    np.testing.assert_array_equal(stored[0], k_pool)
+    np.testing.assert_array_equal(stored[1], v_pool)
+
+
+requests = st.lists(st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integers(1, 90))), min_size=1, max_size=5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=requests, block_size=st.sampled_from([1, 3, 8, 16, 32]), padded=st.integers(0, 20), seed=st.integers(0, 99))
+def test_ragged_batches_match_the_oracle(lengths, block_size, padded, seed):
+    check(make_batch(lengths, block_size=block_size, padded_tokens=padded, padded_requests=padded % 3, seed=seed))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    before=st.lists(st.integers(0, 150), min_size=1, max_size=6),
+    block_size=st.sampled_from([1, 8, 16, 32]),
+    padded=st.integers(0, 3),
+)
+def test_decode_batches_match_the_oracle(before, block_size, padded):
+    batch = make_batch(
+        [(n, 1) for n in before], block_size=block_size, padded_tokens=padded, padded_requests=padded, seed=padded
+    )
+    check(batch, is_decode=True)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 1), (9, 3)])
+def test_multi_head_multi_query_and_grouped_query_match_the_oracle(num_heads, num_kv_heads):
+    check(make_batch([(20, 1), (0, 70), (33, 5)], block_size=16, num_heads=num_heads, num_kv_heads=num_kv_heads))
+
+
+@pytest.mark.parametrize("options", [{"sliding_window": 7}, {"soft_cap": 1.5}, {"sliding_window": 40, "soft_cap": 3.0}])
+def test_a_window_and_a_soft_cap_match_the_oracle(options):
+    check(make_batch([(60, 1), (0, 90), (50, 30)], block_size=16), **options)
+    check(make_batch([(60, 1), (130, 1)], block_size=16), is_decode=True, **options)
+
+
+def test_bfloat16_matches_the_oracle_on_the_same_values():
+    check(make_batch([(60, 1), (0, 90), (50, 30)], block_size=16), dtype=jnp.bfloat16, tolerance=2e-2)
+
+
+def test_a_wrong_block_is_noticed():
+    batch = make_batch([(40, 2)], block_size=16)
+    batch.page_table_bp[0, [0, 1]] = batch.page_table_bp[0, [1, 0]]
+    attended, _ = reference.paged_attention(
+        batch.q_tnh, batch.k_tkh, batch.v_tkh, batch.kv, *batch.arguments(), scale=0.3
+    )
+    batch.page_table_bp[0, [0, 1]] = batch.page_table_bp[0, [1, 0]]
+    expected, _ = reference.paged_attention(batch.q_tnh, batch.k_tkh, batch.v_tkh, batch.kv, *batch.arguments(), scale=0.3)
+    assert np.allclose(attended, expected), "attention without positions does not see the order of whole blocks"
+    batch.page_table_bp[0, 0] = batch.page_table_bp[0, 2]
+    wrong, _ = reference.paged_attention(batch.q_tnh, batch.k_tkh, batch.v_tkh, batch.kv, *batch.arguments(), scale=0.3)
+    assert not np.allclose(wrong, expected)
