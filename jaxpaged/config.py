@@ -101,23 +101,41 @@ class EngineConfig:
     """The engine's settings. "auto" and None are turned into values by `resolve`."""
 
     dtype: str = "auto"
+    """float32, float16 or bfloat16; auto: float32 on a CPU, elsewhere the checkpoint's 16-bit type."""
     seed: int = 0
+    """Where the seeds of requests without one come from; also of random weights."""
     block_size: int | Literal["auto"] = "auto"
+    """Tokens in a block of KV memory; auto: 16."""
     max_model_len: int | None = None
+    """Most tokens of prompt and output together; None: what the model was trained for."""
     max_num_seqs: int = 256
+    """Most requests that run at once."""
     max_num_batched_tokens: int = 2048
+    """The token budget: most tokens in a step."""
     gpu_memory_utilization: float = 0.9
+    """Fraction of the device's memory (any device, not only a GPU) that the engine may fill."""
     kv_cache_memory_bytes: int | None = None
+    """Size of the KV pool in bytes, instead of what is measured to be free."""
     num_device_blocks: int | None = None
+    """Size of the KV pool in blocks, instead of what is measured to be free."""
     swap_space: float = 4
+    """Host memory for swapped-out blocks, in GiB."""
     enable_prefix_caching: bool = True
+    """Reuse K and V of prompts that begin alike."""
     attention_backend: str = "auto"
+    """auto or xla."""
     load_format: str = "auto"
+    """auto, safetensors, gguf, orbax, or dummy: random weights of the right shapes."""
     kv_cache_dtype: str = "auto"
+    """auto: K and V have the engine's dtype."""
     quantization: str | None = None
+    """None: weights are used as they are."""
     max_logprobs: int = 20
+    """Most logprobs that a request may ask for; -1: the whole vocabulary."""
     warmup: str = "auto"
+    """full: compile all steps at the start; lazy: each when first needed; auto: lazy on a CPU, else full."""
     native_kernels: str | bool = "auto"
+    """auto: none yet."""
 
     def __post_init__(self):
         self._check_choices()
@@ -137,7 +155,8 @@ class EngineConfig:
         _check_number("gpu_memory_utilization", self.gpu_memory_utilization)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]: a fraction of the device's memory"
+                f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]: "
+                "a fraction of the device's memory"
             )
         _check_number("swap_space", self.swap_space)
         if not 0 <= self.swap_space < float("inf"):

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,6 @@ class Engine:
         self._scheduler = Scheduler(self.config, digest_context=repr((_WEIGHTS_VERSION, None, None)).encode())
 
         self._groups: dict[str, _Group] = {}
-        self._member_to_group: dict[str, tuple[_Group, int]] = {}
         self._ids = itertools.count()
         self._arrivals = itertools.count()
         self._seeds = np.random.default_rng(self.config.seed % 2**64)
@@ -102,7 +102,11 @@ class Engine:
              "num_padded_tokens", "peak_blocks_used"), 0,
         )  # fmt: skip
         self._last_step: dict[str, Any] = {}
-        logger.info("%s", self.memory_report())
+        logger.info(
+            "%s in %s on %s (%s, %d cores, jax %s)\n%s",
+            source.name, self.config.dtype, facts.kind, facts.platform, facts.num_cores, facts.jax_version,
+            self.memory_report(),
+        )  # fmt: skip
 
     # ---- offline use
 
@@ -325,6 +329,8 @@ class Engine:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
             return [sampling_params] * len(prompts)
+        if not isinstance(sampling_params, (list, tuple)):
+            raise ValueError(f"sampling_params must be SamplingParams, or a list of them, not {sampling_params!r}")
         if len(sampling_params) != len(prompts):
             raise ValueError(
                 f"{len(sampling_params)} sampling_params for {len(prompts)} prompts; give one for all, or one for each"
@@ -398,8 +404,6 @@ class Engine:
             num_chars_sent=[0] * params.n,
         )
         self._groups[request_id] = group
-        for i, member in enumerate(members):
-            self._member_to_group[member.id] = (group, i)
         self._totals["num_prompt_tokens"] += len(token_ids)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -461,7 +465,7 @@ class Engine:
         updated = self._scheduler.update(scheduled, step_output)
         for request in updated:
             self._detokenize(request)
-        groups = dict.fromkeys(self._member_to_group[request.id][0] for request in updated)
+        groups = dict.fromkeys(map(self._group_of, updated))
         outputs = [output for group in groups if (output := self._output(group, group.output_kind)) is not None]
 
         self._totals["num_steps"] += 1
@@ -498,10 +502,12 @@ class Engine:
             "blocks_free": pool.num_blocks - pool.num_used - pool.num_cached,
         }
 
+    def _group_of(self, request: Request) -> _Group:
+        return self._groups[request.parent_id or request.id]
+
     def _detokenize(self, request: Request):
         """Adds the new token's text; a stop string in it ends the request."""
-        group, i = self._member_to_group[request.id]
-        detokenizer = group.detokenizers[i]
+        detokenizer = self._group_of(request).detokenizers[request.child]
         if detokenizer is None:
             return
         stop = detokenizer.append(request.token_ids[-1:], ended_by_token=request.is_ended_by_token)
@@ -514,8 +520,6 @@ class Engine:
         """What is to be told of a group now, None for nothing; a finished group is forgotten."""
         if group.is_finished:
             del self._groups[group.request_id]
-            for member in group.members:
-                del self._member_to_group[member.id]
             self._totals["num_finished"] += 1
         elif kind is RequestOutputKind.FINAL_ONLY:
             return None
@@ -608,7 +612,7 @@ def _load_tokenizer(tokenizer, source) -> Tokenizer | None:
     if tokenizer is None:
         return source.load_tokenizer()
     if isinstance(tokenizer, (str, os.PathLike)):
-        loaded = load_tokenizer(tokenizer)
+        loaded = load_tokenizer(Path(tokenizer))
         if loaded is None:
             raise ValueError(f"tokenizer={str(tokenizer)!r} is no directory with tokenizer files")
         return loaded

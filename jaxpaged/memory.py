@@ -77,16 +77,16 @@ def fit_max_model_len(given: int | None, resolved: int, num_blocks: int, block_s
     room = num_blocks * block_size
     if room >= resolved:
         return resolved
-    if given is not None:
-        raise ValueError(
-            f"max_model_len={given} needs {blocks_for(given, block_size)} blocks of {block_size} tokens, but the KV pool "
-            f"has {num_blocks} ({room} tokens); lower max_model_len to {room} or enlarge the pool "
-            "(kv_cache_memory_bytes, num_device_blocks or gpu_memory_utilization)"
-        )
     if room < 2:
         raise ValueError(
-            f"the KV pool has room for {room} token, but a request needs 2 or more (a prompt token and a generated one); "
-            "enlarge it (kv_cache_memory_bytes or num_device_blocks)"
+            f"the KV pool has room for {room} token, but a request needs 2 or more (a prompt token and a generated one)"
+            "; enlarge it (kv_cache_memory_bytes or num_device_blocks)"
+        )
+    if given is not None:
+        raise ValueError(
+            f"max_model_len={given} needs {blocks_for(given, block_size)} blocks of {block_size} tokens, but the KV "
+            f"pool has {num_blocks} ({room} tokens); lower max_model_len to {room} or enlarge the pool "
+            "(kv_cache_memory_bytes, num_device_blocks or gpu_memory_utilization)"
         )
     return room
 
@@ -147,8 +147,8 @@ class MemoryReport:
         lines += [f"  {name:<42}{size / GIB:9.3f} GiB {size / max(self.limit, 1):7.1%}" for name, size in parts]
         if self.limit < 0.95 * self.total:
             lines.append(
-                f"  (the limit is {self.limit / self.total:.0%} of the device's {self.total / GIB:.1f} GiB; on GPU and TPU "
-                "XLA_PYTHON_CLIENT_MEM_FRACTION raises it)"
+                f"  (the limit is {self.limit / self.total:.0%} of the device's {self.total / GIB:.1f} GiB; on GPU and "
+                "TPU XLA_PYTHON_CLIENT_MEM_FRACTION raises it)"
             )
         return "\n".join([*lines, *self._block_lines()])
 
@@ -160,5 +160,6 @@ class MemoryReport:
             f"  block: {self.block_size} tokens, {self.bytes_per_block:,} bytes",
             f"  device blocks: {self.num_device_blocks:,} ({tokens:,} tokens)",
             f"  host blocks: {self.num_host_blocks:,} in {self.swap_space} GiB of swap space{reserved}",
-            f"  requests of {self.max_model_len:,} tokens at once: {self.max_concurrency:.2f} (at most {self.max_num_seqs})",
+            f"  requests of {self.max_model_len:,} tokens at once: {self.max_concurrency:.2f} "
+            f"(at most {self.max_num_seqs})",
         ]

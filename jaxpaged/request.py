@@ -110,7 +110,7 @@ class Request:
             self.first_token_time = time.monotonic()
         if token_id in self.eos_token_ids and not self.params.ignore_eos:
             self.finish_reason = "stop"
-        elif token_id in self.params.stop_token_ids:
+        elif token_id in (self.params.stop_token_ids or ()):
             self.finish_reason, self.stop_reason = "stop", token_id
         elif self.num_output_tokens >= self.max_tokens:
             self.finish_reason = "length"

@@ -56,7 +56,7 @@ def device_facts() -> DeviceFacts:
 
 def use_compilation_cache():
     """Turns JAX's persistent compilation cache on, in the user's cache folder, unless the user has chosen one."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(base / "jaxpaged" / "jax"))
 

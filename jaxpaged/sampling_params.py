@@ -89,7 +89,7 @@ class SamplingParams:
         for f in fields(self):
             if f.metadata.get("unsupported"):
                 value = getattr(self, f.name)
-                if value is not f.default and not (type(value) is not bool and value == f.default):
+                if value is not f.default and not (type(value) in (int, float) and value == f.default):
                     raise ValueError(f"{f.name}={value!r} is not supported yet; leave it at its default, {f.default!r}")
         self._normalise()
         self._check_numbers()
@@ -117,14 +117,12 @@ class SamplingParams:
         if self.stop_token_ids is None:
             put("stop_token_ids", ())
         elif isinstance(self.stop_token_ids, (list, tuple, set, frozenset)):
-            put("stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
+            put("stop_token_ids", tuple(self.stop_token_ids))
 
     def _check_numbers(self):
         _whole("n", self.n, 1, 16384)
         _real("temperature", self.temperature, 0, 2)
-        _real("top_p", self.top_p, 0, 1)
-        if self.top_p == 0:
-            raise ValueError("top_p=0 must be in (0, 1]; for the most probable token alone use temperature=0")
+        _real("top_p", self.top_p, 0, 1, excludes_least=True)
         _whole("top_k", self.top_k, 0, 2**31 - 1, "; 0 or -1 turns it off")
         _real("min_p", self.min_p, 0, 1)
         if self.seed is not None:
@@ -147,13 +145,16 @@ class SamplingParams:
         if not isinstance(self.stop, tuple) or not all(isinstance(s, str) for s in self.stop):
             raise ValueError(f"stop={self.stop!r} must be a string or a list of strings")
         if "" in self.stop:
-            raise ValueError("stop cannot contain an empty string: it would end every request at once")
+            raise ValueError(
+                f"stop={list(self.stop)!r} cannot contain an empty string: it would end every request at once"
+            )
         if self.stop and not self.detokenize:
             raise ValueError(f"stop={list(self.stop)!r} needs detokenize=True: stop strings are searched in text")
         if not isinstance(self.stop_token_ids, tuple):
             raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
         for token_id in self.stop_token_ids:
             _whole("stop_token_ids", token_id, 0, 2**31 - 1)
+        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
 
 
 def _whole(name: str, value: Any, least: int, most: int, hint: str = ""):
@@ -163,8 +164,8 @@ def _whole(name: str, value: Any, least: int, most: int, hint: str = ""):
         raise ValueError(f"{name}={value} must be in [{least}, {most}]{hint}")
 
 
-def _real(name: str, value: Any, least: float, most: float):
+def _real(name: str, value: Any, least: float, most: float, *, excludes_least: bool = False):
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
-    if math.isnan(value) or not least <= value <= most:
-        raise ValueError(f"{name}={value} must be in [{least}, {most}]")
+    if math.isnan(value) or not least <= value <= most or (excludes_least and value == least):
+        raise ValueError(f"{name}={value} must be in {'(' if excludes_least else '['}{least}, {most}]")

@@ -58,8 +58,8 @@ class Scheduler:
         if needed > self.pool.num_blocks:
             raise ValueError(
                 f"the request needs {needed} blocks at its full length ({request.num_prompt_tokens} prompt + "
-                f"{request.max_tokens} new tokens, {self.block_size} a block), but the KV pool has {self.pool.num_blocks}; "
-                "shorten the prompt, lower max_tokens, or enlarge the pool"
+                f"{request.max_tokens} new tokens, {self.block_size} a block), but the KV pool has "
+                f"{self.pool.num_blocks}; shorten the prompt, lower max_tokens, or enlarge the pool"
             )
         num_members = 1 + len(request.siblings)
         if num_members > self.config.max_num_seqs:
@@ -98,12 +98,13 @@ class Scheduler:
     def check(self):
         """RuntimeError unless blocks, rows and queues agree (see `BlockPool.check`)."""
         self.pool.check([request.block_ids for request in self.running])
-        rows = [request.row for request in self.running]
+        rows = [_row(request) for request in self.running]
         if sorted([*rows, *self._free_rows]) != list(range(self.config.max_num_seqs)):
             raise RuntimeError(f"rows of running requests {rows} and free rows {self._free_rows} are not all rows once")
-        arrivals = [request.arrival for request in (*self.running, *self.waiting)]
-        if arrivals != sorted(arrivals):
-            raise RuntimeError(f"requests are not in order of arrival: {arrivals}")
+        for name, queue in (("running", self.running), ("waiting", self.waiting)):
+            arrivals = [request.arrival for request in queue]
+            if arrivals != sorted(arrivals):
+                raise RuntimeError(f"{name} requests are not in order of arrival: {arrivals}")
         for request in self.running:
             if len(request.block_ids) < blocks_for(request.num_computed_tokens, self.block_size):
                 raise RuntimeError(
@@ -234,7 +235,8 @@ class Scheduler:
             sibling.digests = list(parent.digests)
             self._start(plan, sibling, shared + copied, parent.num_computed_tokens)
             forked.append(sibling)
-        self.waiting.extendleft(reversed(siblings[len(forked) :]))
+        for sibling in siblings[len(forked) :]:
+            self._wait(sibling)
         return forked
 
     def _start(self, plan: _Plan, request: Request, block_ids: list[int], num_computed_tokens: int):
@@ -262,7 +264,11 @@ class Scheduler:
         self._release(request)
         request.num_computed_tokens = 0
         request.move(Status.PREEMPTED)
-        self.waiting.appendleft(request)
+        self._wait(request)
+
+    def _wait(self, request: Request):
+        """Queues a request by its arrival: siblings and preempted requests may be older than those that wait."""
+        bisect.insort(self.waiting, request, key=lambda r: r.arrival)
 
     def _release(self, request: Request):
         self.pool.free(request.block_ids)

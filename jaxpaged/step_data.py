@@ -120,7 +120,7 @@ class StepInputs:
     copies: BlockCopies | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepLogprobs:
     """Log-probabilities of the sampled tokens [b], their ranks [b], and the most probable tokens [b, k]."""
 

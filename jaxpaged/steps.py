@@ -3,6 +3,8 @@
 Donated: the KV pool, and the per-request state of rows. Weights are arguments, so that new ones need no recompile.
 """
 
+from dataclasses import replace
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -49,7 +51,8 @@ def update_rows(state: RowState, row_u, page_table_up, seed_u2, child_u, tempera
     def put(array, values):
         return array.at[row_u].set(values, mode="drop")
 
-    return state.replace(
+    return replace(
+        state,
         page_table_rp=put(state.page_table_rp, page_table_up),
         seed_r2=put(state.seed_r2, seed_u2),
         child_r=put(state.child_r, child_u),
@@ -62,7 +65,7 @@ def update_rows(state: RowState, row_u, page_table_up, seed_u2, child_u, tempera
 
 def update_blocks(state: RowState, row_w, column_w, block_w) -> RowState:
     """State with single page-table entries overwritten; rows out of range are dropped. Donate `state`."""
-    return state.replace(page_table_rp=state.page_table_rp.at[row_w, column_w].set(block_w, mode="drop"))
+    return replace(state, page_table_rp=state.page_table_rp.at[row_w, column_w].set(block_w, mode="drop"))
 
 
 def copy_blocks(kv: KVCache, source_c, target_c) -> KVCache:
@@ -158,7 +161,7 @@ def _draw(weights: Weights, hidden_bd, state: RowState, row_b, context_len_b, is
     with jax.named_scope("sample"):
         token_b = sampler.sample(logits_bv, rows, context_len_b)
     target_b = jnp.where(is_live_b, row_b, state.last_token_r.shape[0])
-    state = state.replace(last_token_r=state.last_token_r.at[target_b].set(token_b, mode="drop"))
+    state = replace(state, last_token_r=state.last_token_r.at[target_b].set(token_b, mode="drop"))
     if num_logprobs is None:
         return token_b, state
     return (token_b, sampler.token_logprobs(logits_bv, token_b, num_logprobs)), state

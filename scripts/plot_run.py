@@ -1,8 +1,9 @@
 """Draws what an engine did, step by step: `python scripts/plot_run.py out.jsonl out.png`.
 
-The input is what `generate.py --stats-file out.jsonl` writes. The picture has three panels over one time axis: tokens
-in each step (prefill and decode), requests (decoding, prefilling, waiting), and the block pool (used, cached, free).
-Red marks above the pool are preemptions.
+The input is what `generate.py --stats-file out.jsonl` writes. The picture has three panels over the steps, or with
+`--by time` over seconds, where a step that was compiled first takes its true and large share: tokens in each step
+(prefill and decode), requests (decoding, prefilling, waiting), and the block pool (used, cached, free). Red marks above
+the pool are preemptions.
 """
 
 import argparse
@@ -61,18 +62,21 @@ def stack(axes, edges: np.ndarray, layers: list[tuple[np.ndarray, str, str]]):
         bottom = bottom + values
 
 
-def draw(steps: dict[str, np.ndarray], name: str):
-    """A matplotlib figure of the steps, `name` in its title."""
+def draw(steps: dict[str, np.ndarray], name: str, by: str = "step"):
+    """A matplotlib figure of the steps over their number or ("time") over seconds, `name` in its title."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    title, num_steps = title_of(steps, name), len(steps["start"])
+    if by == "step":
+        steps = {**steps, "start": np.arange(num_steps), "end": np.arange(num_steps) + 1}
     s = thin(steps)
     edges = np.append(s["start"], s["end"][-1])
     shape = {"sharex": True, "figsize": (11, 8), "layout": "constrained", "height_ratios": (3, 3, 2.5)}
     figure, (tokens, requests, blocks) = plt.subplots(3, **shape)
-    figure.suptitle(title_of(steps, name, len(s["start"])))
+    figure.suptitle(title)
 
     tokens.set_ylabel("tokens in a step")
     stack(tokens, edges, [(s["num_decode_tokens"], DECODE, "decode"), (s["num_prefill_tokens"], PREFILL, "prefill")])
@@ -81,7 +85,7 @@ def draw(steps: dict[str, np.ndarray], name: str):
     stack(requests, edges, running)
     requests.stairs(s["num_waiting"], edges, color=WAITING, label="waiting", linewidth=1.4, baseline=None)
     blocks.set_ylabel("blocks of the pool")
-    blocks.set_xlabel("seconds since the engine's start")
+    blocks.set_xlabel("step" if by == "step" else "seconds since the engine's start")
     pool = [
         (s[f"blocks_{state}"], color, state) for state, color in (("used", USED), ("cached", CACHED), ("free", FREE))
     ]
@@ -93,16 +97,18 @@ def draw(steps: dict[str, np.ndarray], name: str):
     for axes in (tokens, requests, blocks):
         axes.set_xlim(edges[0], edges[-1])
         axes.set_ylim(bottom=0)
+        axes.yaxis.get_major_locator().set_params(integer=True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     return figure
 
 
-def title_of(steps: dict[str, np.ndarray], name: str, num_points: int) -> str:
-    num_steps = len(steps["start"])
+def title_of(steps: dict[str, np.ndarray], name: str) -> str:
+    num_steps, seconds = len(steps["start"]), steps["end"][-1] - steps["start"][0]
     num_tokens = steps["num_prefill_tokens"].sum() + steps["num_decode_tokens"].sum()
-    means = f", means over {-(-num_steps // MOST_POINTS)} steps" if num_points < num_steps else ""
-    return f"{name}: {num_steps:,} steps, {num_tokens:,.0f} tokens{means}"
+    group = -(-num_steps // MOST_POINTS)
+    means = f" (means over {group} steps)" if group > 1 else ""
+    return f"{name}: {num_steps:,} steps{means}, {num_tokens:,.0f} tokens, {seconds:,.1f} s"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -110,10 +116,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Draw batch composition and block pool over time.")
     parser.add_argument("stats", type=Path, help="JSONL file written by generate.py --stats-file")
     parser.add_argument("picture", type=Path, help="file to write; its suffix says the format (.png, .svg, .pdf)")
+    parser.add_argument("--by", choices=("step", "time"), default="step", help="the horizontal axis (default: step)")
     args = parser.parse_args(argv)
     try:
         steps = read_steps(args.stats)
-        draw(steps, args.stats.name).savefig(args.picture, dpi=150)
+        draw(steps, args.stats.name, args.by).savefig(args.picture, dpi=150)
     except ModuleNotFoundError as error:
         print(f"plot_run.py: error: {error}; pip install 'jaxpaged[plot]'", file=sys.stderr)
         return 2

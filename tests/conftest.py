@@ -1,6 +1,10 @@
-"""Strict numerics for all tests: no silent promotion of dtypes or ranks, products in full float32."""
+"""Strict numerics for all tests: no silent promotion of dtypes or ranks, products in full float32.
+
+Compiled steps are shared between the engines of a run through a cache folder of its own.
+"""
 
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -9,3 +13,5 @@ import jax
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(prefix="jaxpaged-test-cache-"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -85,7 +85,9 @@ requests = st.lists(st.tuples(st.integers(0, 70), st.one_of(st.just(1), st.integ
 
 
 @settings(max_examples=25, deadline=None)
-@given(lengths=requests, block_size=st.sampled_from([1, 3, 8, 16, 32]), padded=st.integers(0, 20), seed=st.integers(0, 99))
+@given(
+    lengths=requests, block_size=st.sampled_from([1, 3, 8, 16, 32]), padded=st.integers(0, 20), seed=st.integers(0, 99)
+)
 def test_ragged_batches_match_the_oracle(lengths, block_size, padded, seed):
     check(make_batch(lengths, block_size=block_size, padded_tokens=padded, padded_requests=padded % 3, seed=seed))
 
@@ -125,7 +127,9 @@ def test_a_wrong_block_is_noticed():
         batch.q_tnh, batch.k_tkh, batch.v_tkh, batch.kv, *batch.arguments(), scale=0.3
     )
     batch.page_table_bp[0, [0, 1]] = batch.page_table_bp[0, [1, 0]]
-    expected, _ = reference.paged_attention(batch.q_tnh, batch.k_tkh, batch.v_tkh, batch.kv, *batch.arguments(), scale=0.3)
+    expected, _ = reference.paged_attention(
+        batch.q_tnh, batch.k_tkh, batch.v_tkh, batch.kv, *batch.arguments(), scale=0.3
+    )
     assert np.allclose(attended, expected), "attention without positions does not see the order of whole blocks"
     batch.page_table_bp[0, 0] = batch.page_table_bp[0, 2]
     wrong, _ = reference.paged_attention(batch.q_tnh, batch.k_tkh, batch.v_tkh, batch.kv, *batch.arguments(), scale=0.3)

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 import jaxpaged
+import tiny
 from jaxpaged.config import EngineConfig
 from jaxpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -553,6 +554,54 @@ def test_help_and_wrong_usage_do_not_import_jax():
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         assert "usage" in done.stdout or "temperature=9.0" in done.stderr
+
+
+def run_script(*argv):
+    """The real script on the real engine, in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    return subprocess.run([sys.executable, "-W", "error", *argv], env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_the_script_serves_a_model_end_to_end_and_draws_the_run(tmp_path):
+    prompts = tiny.prompts(12, least=1, most=40)
+    lines = [{"prompt_token_ids": ids, "max_tokens": 3 + i} for i, ids in enumerate(prompts)]
+    lines += [{"prompt_token_ids": [256]}, {"prompt": "text without a tokenizer"}, {"prompt_token_ids": [5] * 128}]
+    lines += [{"prompt_token_ids": prompts[0], "temperature": 1.0, "n": 2, "max_tokens": 4}]
+    (tmp_path / "p.jsonl").write_text(jsonl(*lines))
+    argv = [
+        "--prompts",
+        str(tmp_path / "p.jsonl"),
+        "--model",
+        tiny.model_directory(),
+        "--temperature",
+        "0",
+        "--ignore-eos",
+    ]
+    argv += ["--max-model-len", "128", "--num-device-blocks", "12", "--max-num-seqs", "4", "--seed", "11"]
+    script, output, stats = ROOT / "scripts" / "generate.py", tmp_path / "o.jsonl", tmp_path / "s.jsonl"
+    done = run_script(script, *argv, "--output", output, "--stats-file", stats)
+    assert done.returncode == 1, done.stderr
+    rows = sorted(read_rows(output), key=lambda row: row["index"])
+    assert [row["index"] for row in rows] == list(range(1, 17))
+    for row, ids in zip(rows, prompts, strict=False):
+        assert row["token_ids"] == tiny.naive_greedy(ids, row["index"] + 2)
+    for row, words in zip(rows[12:15], ("vocabulary", "tokenizer", "128 tokens"), strict=True):
+        assert words in row["error"]
+    assert len(rows[15]["outputs"]) == 2 and rows[15]["seed"] == generate.derive_seed(11, 16)
+    assert "16 requests, 3 errors" in done.stderr and " of 12 blocks used" in done.stderr
+
+    kept = "".join(output.read_text().splitlines(keepends=True)[:5])
+    output.write_text(kept + '{"index": 9, "to')
+    done = run_script(script, *argv, "--output", output, "--resume", "--quiet")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert output.read_text().startswith(kept)
+    resumed = sorted(read_rows(output), key=lambda row: row["index"])
+    assert without_metrics(resumed) == without_metrics(rows)
+
+    assert sum(step["num_finished"] for step in read_rows(stats)) == 14
+    done = run_script(ROOT / "scripts" / "plot_run.py", stats, tmp_path / "s.png")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
 
 
 if __name__ == "__main__":

@@ -42,20 +42,20 @@ def area(patch):
     return list(values - baseline), list(edges)
 
 
-def test_the_panels_show_what_the_records_say(tmp_path):
+@pytest.mark.parametrize(("by", "edges"), [("time", [0.0, 0.5, 1.0, 1.25]), ("step", [0, 1, 2, 3])])
+def test_the_panels_show_what_the_records_say(tmp_path, by, edges):
     records = [
         record(0),
         record(1, num_prefill_tokens=0, num_decode_tokens=4, num_preempted=2),
         record(2, num_waiting=0),
     ]
-    figure = plot_run.draw(plot_run.read_steps(write(tmp_path / "s.jsonl", records)), "s.jsonl")
+    figure = plot_run.draw(plot_run.read_steps(write(tmp_path / "s.jsonl", records)), "s.jsonl", by)
     tokens, requests, blocks = figure.axes
-    edges = [0.0, 0.5, 1.0, 1.25]
     assert [area(p) for p in tokens.patches] == [([3, 4, 3], edges), ([10, 0, 10], edges)]
     assert [area(p)[0] for p in requests.patches[:2]] == [[3, 3, 3], [1, 1, 1]]
     assert list(requests.patches[2].get_data().values) == [5, 5, 0]
     assert [area(p)[0] for p in blocks.patches] == [[8] * 3, [2] * 3, [10] * 3]
-    assert list(blocks.lines[0].get_xdata()) == [0.5]
+    assert list(blocks.lines[0].get_xdata()) == [edges[1]]
     labels = [[text.get_text() for text in axes.get_legend().get_texts()] for axes in figure.axes]
     assert labels == [
         ["decode", "prefill"],
@@ -63,7 +63,7 @@ def test_the_panels_show_what_the_records_say(tmp_path):
         ["used", "cached", "free", "preemption\n(2 in all)"],
     ]
     assert [axes.get_ylabel() for axes in figure.axes] == ["tokens in a step", "requests", "blocks of the pool"]
-    assert figure.get_suptitle() == "s.jsonl: 3 steps, 30 tokens"
+    assert figure.get_suptitle() == "s.jsonl: 3 steps, 30 tokens, 1.2 s"
 
 
 def test_the_script_writes_a_picture(tmp_path):

@@ -1,4 +1,4 @@
-"""A small random model whose greedy outputs vary and depend on every prompt token, and naive attention as its oracle."""
+"""A small random model whose greedy outputs vary with every prompt token, and naive attention as its oracle."""
 
 import functools
 import json
@@ -113,9 +113,7 @@ def naive_logits(token_ids: list[int]) -> np.ndarray:
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
     for i in range(c.num_layers):
-        layer = {
-            name.removeprefix(f"model.layers.{i}."): value for name, value in w.items() if f"layers.{i}." in name
-        }
+        layer = {name.removeprefix(f"model.layers.{i}."): value for name, value in w.items() if f"layers.{i}." in name}
         h = norm(x, layer["input_layernorm.weight"])
         q = rotate((h @ layer["self_attn.q_proj.weight"].T).reshape(t, c.num_heads, c.head_dim))
         k = rotate((h @ layer["self_attn.k_proj.weight"].T).reshape(t, c.num_kv_heads, c.head_dim))

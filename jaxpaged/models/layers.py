@@ -59,20 +59,19 @@ def rope_frequencies(config: ModelConfig, max_model_len: int) -> tuple[np.ndarra
     The frequencies are the same for every position and length, or cached keys would be wrong: "dynamic" takes those
     of max_model_len, where Hugging Face changes them with each length beyond the trained one.
     """
-    scaling, dim = config.rope_scaling, config.head_dim
-    exponent_h = np.arange(0, dim, 2, dtype=np.float64) / dim
-    frequency_h = config.rope_theta**-exponent_h
-    factor = 1.0
-    match scaling.kind if scaling else None:
-        case "linear":
-            frequency_h = frequency_h / scaling.factor
-        case "dynamic":
-            frequency_h = _dynamic_theta(config, scaling, max_model_len) ** -exponent_h
-        case "llama3":
-            frequency_h = _llama3_frequencies(frequency_h, scaling)
-        case "yarn":
-            frequency_h = _yarn_frequencies(frequency_h, config, scaling)
-            factor = _yarn_attention_factor(scaling)
+    scaling = config.rope_scaling
+    exponent_h = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    frequency_h, factor = config.rope_theta**-exponent_h, 1.0
+    if scaling is not None:
+        match scaling.kind:
+            case "linear":
+                frequency_h = frequency_h / scaling.factor
+            case "dynamic":
+                frequency_h = _dynamic_theta(config, scaling, max_model_len) ** -exponent_h
+            case "llama3":
+                frequency_h = _llama3_frequencies(frequency_h, scaling)
+            case "yarn":
+                frequency_h, factor = _yarn_frequencies(frequency_h, config, scaling), _yarn_attention_factor(scaling)
     return frequency_h.astype(np.float32), factor
 
 

@@ -3,18 +3,17 @@
 All tokens of one head in a block stand together, so that a block's scores are one small matrix product.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 
 class HeadMajorKV(NamedTuple):
-    """One layer's pool: K and V, each [blocks, kv_heads, block_size, head_dim]."""
+    """One layer's pool: K and V, each [blocks, kv_heads, block_size, head_dim]; arrays, or their shapes."""
 
-    k: jax.Array
-    v: jax.Array
+    k: Any
+    v: Any
 
 
 def pack(k_pskh: np.ndarray, v_pskh: np.ndarray) -> HeadMajorKV:

@@ -1,0 +1,118 @@
+"""The compiled steps update the pool in place and copy neither pool nor weights."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tiny
+from jaxpaged import steps
+from jaxpaged.batch import make_buckets
+from jaxpaged.config import EngineConfig
+from jaxpaged.kv_cache import pool_specs
+from jaxpaged.models.weights import map_specs, param_specs
+from jaxpaged.runner import StepCompiler, StepShape
+
+MODEL = dataclasses.replace(tiny.CONFIG, num_layers=3)
+BLOCK_SIZE = 16
+NUM_BLOCKS = 4000
+SHAPES = {"decode": StepShape(True, 8, 8, None), "prefill": StepShape(False, 128, 8, None)}
+
+
+def compiler(num_blocks: int) -> StepCompiler:
+    config = EngineConfig(
+        dtype="float32",
+        block_size=BLOCK_SIZE,
+        max_model_len=512,
+        max_num_seqs=8,
+        attention_backend="xla",
+        num_device_blocks=num_blocks,
+    )
+    weights = map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype)), param_specs(MODEL, "float32"))
+    return StepCompiler(config, MODEL, weights, make_buckets(config), num_blocks)
+
+
+def size_of(tree) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def layer_pool_bytes(num_blocks: int) -> int:
+    return size_of(pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32")[0])
+
+
+def assert_in_place(compile_step):
+    """`compile_step(num_blocks)`: alias bytes are pool + scratch block + row state; temporaries do not grow with it;
+    nothing of a pool's or weight's shape is copied."""
+    temporaries = []
+    for num_blocks in (NUM_BLOCKS, 2 * NUM_BLOCKS, 4 * NUM_BLOCKS):
+        compiled = compile_step(num_blocks)
+        analysis = compiled.memory_analysis()
+        donated = size_of(pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32")) + compiler(num_blocks).state_bytes
+        assert analysis.alias_size_in_bytes == donated
+        assert analysis.temp_size_in_bytes < layer_pool_bytes(num_blocks)
+        assert_nothing_copied(compiled.as_text(), num_blocks)
+        temporaries.append(analysis.temp_size_in_bytes)
+    assert len(set(temporaries)) == 1, f"temporaries grow with the pool: {temporaries}"
+
+
+def assert_nothing_copied(hlo: str, num_blocks: int):
+    """No copy, transpose or convert in the optimized HLO has as many elements, in dimensions, as a weight or a pool."""
+    forbidden = {
+        tuple(sorted(leaf.shape))
+        for leaf in (
+            *jax.tree.leaves(pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32")),
+            *(s for s in jax.tree.leaves(param_specs(MODEL, "float32"), is_leaf=lambda x: hasattr(x, "axes"))),
+        )
+        if len(leaf.shape) > 1
+    }
+    for line in hlo.splitlines():
+        match = re.search(r"= \w+\[([\d,]+)\]\S* (copy|transpose|convert)\(", line)
+        if match:
+            shape = tuple(sorted(int(size) for size in match[1].split(",")))
+            assert shape not in forbidden, f"a weight or a pool is copied: {line.strip()}"
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_steps_update_the_pool_in_place_and_copy_no_weight(kind):
+    assert_in_place(lambda num_blocks: compiler(num_blocks).lower(SHAPES[kind]).compile())
+
+
+def test_a_copy_of_blocks_is_in_place():
+    for num_blocks in (NUM_BLOCKS, 2 * NUM_BLOCKS):
+        kv, ids = pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32"), jax.ShapeDtypeStruct((8,), jnp.int32)
+        compiled = jax.jit(steps.copy_blocks, donate_argnums=0).lower(kv, ids, ids).compile()
+        assert compiled.memory_analysis().alias_size_in_bytes == size_of(kv)
+        assert compiled.memory_analysis().temp_size_in_bytes < layer_pool_bytes(NUM_BLOCKS) / 10
+
+
+def planted(step):
+    """The step with a copy of the pool planted in it: it reads the old pool after writing the new one."""
+
+    @functools.wraps(step)
+    def with_copy(weights, kv, state, *arguments, **static):
+        output, new_kv, state = step(weights, kv, state, *arguments, **static)
+        changed = jnp.sum(jnp.stack([jnp.sum(new.k - old.k) for new, old in zip(new_kv, kv, strict=True)]))
+        return output + (changed > 1e30).astype(jnp.int32), new_kv, state
+
+    return with_copy
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_planted_copy_of_the_pool_is_noticed(kind, monkeypatch):
+    name = f"{kind}_step"
+    monkeypatch.setattr(steps, name, planted(getattr(steps, name)))
+    with pytest.raises(AssertionError):
+        assert_in_place(lambda num_blocks: compiler(num_blocks).lower(SHAPES[kind]).compile())
+
+
+def test_a_planted_copy_of_a_weight_is_noticed():
+    def cast(w):
+        return jnp.sum(w.astype(jnp.bfloat16).T @ jnp.ones((w.shape[0], 2), jnp.bfloat16))
+
+    weight = jax.ShapeDtypeStruct((MODEL.vocab_size, MODEL.hidden_size), jnp.float32)
+    with pytest.raises(AssertionError, match="copied"):
+        assert_nothing_copied(jax.jit(cast).lower(weight).compile().as_text(), NUM_BLOCKS)

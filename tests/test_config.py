@@ -1,0 +1,169 @@
+"""Settings: wrong ones are refused by name, "auto" becomes a value once."""
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from jaxpaged.config import DeviceFacts, EngineConfig, ModelConfig, RopeScaling, resolve
+
+MODEL = ModelConfig(
+    vocab_size=100,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+)
+CPU = DeviceFacts(
+    platform="cpu",
+    kind="a CPU",
+    num_cores=2,
+    total_memory=2**33,
+    memory_limit=2**32,
+    memory_in_use=0,
+    host_memory=2**33,
+    jax_version="0.0",
+    has_native_bf16=False,
+)
+AMPERE = replace(CPU, platform="gpu", has_native_bf16=True)
+TURING = replace(CPU, platform="gpu", has_native_bf16=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "legal"),
+    [
+        ("dtype", "int8", "'auto', 'float32', 'float16', 'bfloat16'"),
+        ("seed", 2**64, "64 bits"),
+        ("seed", -(2**63) - 1, f"must be {-(2**63)} or more"),
+        ("seed", 1.5, "whole number"),
+        ("block_size", 0, "must be 1 or more"),
+        ("block_size", "big", "whole number"),
+        ("max_model_len", 1, "give 2 or more"),
+        ("max_model_len", 0, "must be 1 or more"),
+        ("max_model_len", "auto", "whole number"),
+        ("max_num_seqs", 0, "must be 1 or more"),
+        ("max_num_seqs", True, "whole number"),
+        ("max_num_seqs", None, "whole number"),
+        ("max_num_batched_tokens", 0, "must be 1 or more"),
+        ("max_num_batched_tokens", 16.0, "whole number"),
+        ("gpu_memory_utilization", 0, r"\(0, 1\]"),
+        ("gpu_memory_utilization", 1.01, r"\(0, 1\]"),
+        ("gpu_memory_utilization", float("nan"), r"\(0, 1\]"),
+        ("gpu_memory_utilization", "most", "must be a number"),
+        ("kv_cache_memory_bytes", 0, "must be 1 or more"),
+        ("num_device_blocks", -1, "must be 1 or more"),
+        ("swap_space", -1, "GiB, 0 or more"),
+        ("swap_space", float("inf"), "GiB, 0 or more"),
+        ("swap_space", float("nan"), "GiB, 0 or more"),
+        ("swap_space", None, "must be a number"),
+        ("enable_prefix_caching", 1, "True or False"),
+        ("attention_backend", "flash", "'auto', 'xla'"),
+        ("load_format", "pt", "'safetensors', 'gguf', 'orbax', 'dummy'"),
+        ("max_logprobs", -2, "must be -1 or more"),
+        ("warmup", "no", "'lazy', 'full'"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name_with_its_value_and_what_is_legal(name, value, legal):
+    with pytest.raises(ValueError, match=rf"^{name}={value!r}.*{legal}".replace("+", r"\+")):
+        EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attention_backend", "pallas_tpu"),
+        ("attention_backend", "pallas_gpu"),
+        ("attention_backend", "mosaic_gpu"),
+        ("kv_cache_dtype", "fp8"),
+        ("quantization", "int8"),
+        ("native_kernels", True),
+        ("native_kernels", False),
+    ],
+)
+def test_a_setting_that_is_not_built_yet_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r} is not supported yet"):
+        EngineConfig(**{name: value})
+
+
+def test_an_unknown_setting_is_a_type_error():
+    with pytest.raises(TypeError, match="tensor_parallel"):
+        EngineConfig(tensor_parallel_size=2)
+
+
+def test_the_size_of_the_pool_is_given_once():
+    with pytest.raises(ValueError, match=r"kv_cache_memory_bytes=5 and num_device_blocks=6.*give one"):
+        EngineConfig(kv_cache_memory_bytes=5, num_device_blocks=6)
+
+
+def test_a_config_is_never_changed():
+    with pytest.raises(FrozenInstanceError):
+        EngineConfig().seed = 1
+
+
+def test_resolve_turns_every_auto_into_a_value_and_leaves_its_argument_alone():
+    given = EngineConfig()
+    resolved = resolve(given, MODEL, CPU)
+    assert given == EngineConfig()
+    assert (resolved.dtype, resolved.block_size, resolved.max_model_len) == ("float32", 16, 128)
+    assert (resolved.attention_backend, resolved.warmup) == ("xla", "lazy")
+    assert resolve(given, MODEL, AMPERE).warmup == "full"
+    assert resolve(resolved, MODEL, CPU) == resolved
+
+
+def test_resolve_keeps_what_was_given():
+    given = EngineConfig(dtype="bfloat16", block_size=8, max_model_len=77, attention_backend="xla", warmup="full")
+    assert resolve(given, MODEL, CPU) == given
+
+
+@pytest.mark.parametrize(
+    ("device", "checkpoint", "dtype"),
+    [
+        (CPU, "bfloat16", "float32"),
+        (CPU, "float32", "float32"),
+        (AMPERE, "bfloat16", "bfloat16"),
+        (AMPERE, "float16", "float16"),
+        (AMPERE, "float32", "bfloat16"),
+        (TURING, "bfloat16", "float16"),
+        (TURING, "float32", "float16"),
+    ],
+)
+def test_auto_dtype_is_float32_on_a_cpu_and_else_16_bit_as_checkpoint_and_device_have_it(device, checkpoint, dtype):
+    assert resolve(EngineConfig(), replace(MODEL, dtype=checkpoint), device).dtype == dtype
+
+
+def test_max_logprobs_is_at_most_the_vocabulary_and_minus_one_is_all_of_it():
+    assert resolve(EngineConfig(max_logprobs=-1), MODEL, CPU).max_logprobs == 100
+    assert resolve(EngineConfig(max_logprobs=20), MODEL, CPU).max_logprobs == 20
+    assert resolve(EngineConfig(max_logprobs=101), MODEL, CPU).max_logprobs == 100
+
+
+def test_a_max_model_len_beyond_the_trained_positions_is_refused_unless_rope_stretches():
+    assert resolve(EngineConfig(max_model_len=128), MODEL, CPU).max_model_len == 128
+    with pytest.raises(ValueError, match="max_model_len=129 exceeds the 128 positions"):
+        resolve(EngineConfig(max_model_len=129), MODEL, CPU)
+    dynamic = replace(MODEL, rope_scaling=RopeScaling(kind="dynamic", factor=2.0))
+    assert resolve(EngineConfig(max_model_len=129), dynamic, CPU).max_model_len == 129
+    llama3 = replace(MODEL, rope_scaling=RopeScaling(kind="llama3", factor=2.0))
+    with pytest.raises(ValueError, match="exceeds the 128 positions"):
+        resolve(EngineConfig(max_model_len=129), llama3, CPU)
+
+
+def test_an_architecture_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="num_heads=4 is no multiple of num_kv_heads=3"):
+        replace(MODEL, num_kv_heads=3)
+    with pytest.raises(ValueError, match="head_dim=3 is odd"):
+        replace(MODEL, head_dim=3)
+
+
+def test_parameters_are_counted_with_norms_and_biases_and_tied_embeddings_once():
+    # per layer: q 8×8, k and v 8×4 each, o 8×8, gate, up and down 8×12 each, two norms of 8
+    layer = 64 + 2 * 32 + 64 + 3 * 96 + 16
+    assert MODEL.num_parameters == 2 * layer + 2 * 800 + 8
+    assert replace(MODEL, tie_word_embeddings=True).num_parameters == 2 * layer + 800 + 8
+    # biases: q 8, k and v 4 each, o 8; gate and up 12 each, down 8
+    assert replace(MODEL, attention_bias=True).num_parameters == MODEL.num_parameters + 2 * 24
+    assert replace(MODEL, mlp_bias=True).num_parameters == MODEL.num_parameters + 2 * 32

@@ -1,0 +1,122 @@
+"""The same tokens alone, in any batch, in any order, chunked or not, cached or not, preempted or not."""
+
+import numpy as np
+import pytest
+
+import tiny
+from jaxpaged import SamplingParams
+from same_tokens import MAX_TOKENS, all_params, alone, assert_same, batch_prompts, run
+
+KINDS = ("greedy", "seeded")
+
+
+def test_the_small_model_is_sensitive():
+    """Its greedy outputs vary, and each prompt token changes them: else these tests would prove little."""
+    for prompt in tiny.prompts(2, least=20, most=30, seed=1):
+        output = tiny.naive_greedy(prompt, 64)
+        assert len(set(output)) >= 20
+        for i in range(len(prompt)):
+            changed = list(prompt)
+            changed[i] = 3 + (changed[i] + 50) % 250
+            assert tiny.naive_greedy(changed, 8) != output[:8]
+
+
+def test_greedy_tokens_equal_naive_full_attention():
+    for prompt, output in zip(batch_prompts(), alone("greedy"), strict=True):
+        assert output.outputs[0].token_ids == tiny.naive_greedy(prompt, MAX_TOKENS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_of_64_yields_the_same_tokens(kind):
+    result = run(batch_prompts(), all_params(kind))
+    assert max(s["num_requests"] for s in result.steps) == 64
+    assert_same(result.outputs, alone(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_order_yields_the_same_tokens(kind):
+    order = np.random.default_rng(5).permutation(64).tolist()
+    assert_same(run(batch_prompts(), all_params(kind), order=order, max_num_seqs=16).outputs, alone(kind))
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 15, 16, 17])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_token_budget_yields_the_same_tokens(budget, kind):
+    result = run(batch_prompts(), all_params(kind), max_num_batched_tokens=budget)
+    assert result.most_tokens_in_a_step <= budget
+    longest = max(len(prompt) for prompt in batch_prompts())
+    assert sum(s["num_prefill_requests"] for s in result.steps) >= 64 + longest // budget - 1, "prompts came in chunks"
+    assert_same(result.outputs, alone(kind))
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_block_size_yields_the_same_tokens(block_size, kind):
+    result = run(batch_prompts(), all_params(kind), block_size=block_size, num_device_blocks=8192 // block_size)
+    assert_same(result.outputs, alone(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hits_in_the_prefix_cache_yield_the_same_tokens(kind):
+    cold = run(batch_prompts(), all_params(kind), max_num_seqs=16)
+    hot = run(batch_prompts(), all_params(kind), max_num_seqs=16, repeat=2)
+    off = run(batch_prompts(), all_params(kind), max_num_seqs=16, enable_prefix_caching=False)
+    assert off.stats["num_prefix_hit_tokens"] == 0 < cold.stats["num_prefix_hit_tokens"]
+    assert hot.stats["num_prefix_hit_tokens"] > 16 * 64
+    assert sum(output.num_cached_tokens for output in hot.outputs) > 16 * 64
+    for result in (cold, hot, off):
+        assert_same(result.outputs, alone(kind))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_preempted_again_and_again_yield_the_same_tokens(kind, caching):
+    result = run(batch_prompts(), all_params(kind), num_device_blocks=16, block_size=8, enable_prefix_caching=caching)
+    assert result.stats["num_preemptions"] >= 20
+    assert max(output.metrics.num_preemptions for output in result.outputs) >= 2
+    assert_same(result.outputs, alone(kind))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 7},
+        {"enable_prefix_caching": False, "block_size": 8},
+        {"num_device_blocks": 20, "block_size": 8, "max_num_seqs": 8},
+    ],
+)
+def test_each_of_n_completions_is_what_it_is_alone(settings):
+    """Child i of a request does not depend on its siblings, nor on being forked."""
+    prompts = [prompt for prompt in batch_prompts() if len(prompt) in (1, *range(15, 60))][:12]
+    params = [
+        SamplingParams(temperature=1.0, seed=i, n=3, max_tokens=12, ignore_eos=True, logprobs=2)
+        for i in range(len(prompts))
+    ]
+    expected = run(prompts, params, max_num_seqs=3, num_device_blocks=64).outputs
+    result = run(prompts, params, **settings)
+    if settings.get("num_device_blocks") == 20:
+        assert result.stats["num_preemptions"] > 0
+    for output in result.outputs:
+        assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
+    assert_same(result.outputs, expected)
+    single = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=12, ignore_eos=True, logprobs=2) for i in range(len(prompts))
+    ]
+    for output, first in zip(result.outputs, run(prompts, single).outputs, strict=True):
+        assert output.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+def test_unseeded_requests_are_repeatable_by_the_engines_seed():
+    params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+
+    def tokens(seed):
+        return [o.outputs[0].token_ids for o in run(batch_prompts()[:8], params, seed=seed).outputs]
+
+    assert tokens(1) == tokens(1) != tokens(2)
+
+
+def test_log_probabilities_change_no_token():
+    params = [SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)] * 64
+    outputs = run(batch_prompts(), params).outputs
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in alone("greedy")]

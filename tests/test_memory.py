@@ -1,0 +1,165 @@
+"""Sizes of the KV pool: the reference point exactly, each rule at its edge."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxpaged.config import GIB, DeviceFacts, EngineConfig, ModelConfig, resolve
+from jaxpaged.memory import (
+    MemoryReport,
+    block_bytes,
+    blocks_for,
+    check_swap_space,
+    decide_num_device_blocks,
+    fit_max_model_len,
+    kv_block_shape,
+    num_host_blocks,
+)
+
+TINYLLAMA = ModelConfig(
+    vocab_size=32000,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_layers=22,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=64,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    dtype="bfloat16",
+)
+GPU = DeviceFacts(
+    platform="gpu",
+    kind="a GPU",
+    num_cores=8,
+    total_memory=16 * GIB,
+    memory_limit=15 * GIB,
+    memory_in_use=GIB,
+    host_memory=64 * GIB,
+    jax_version="0.0",
+    has_native_bf16=True,
+)
+CPU = replace(GPU, platform="cpu", kind="a CPU", memory_in_use=0)
+PER_BLOCK = 360_448
+
+
+def num_blocks(device=GPU, *, weights=0, temporaries=0, state=0, **settings):
+    config = resolve(EngineConfig(**settings), TINYLLAMA, device)
+    return decide_num_device_blocks(config, TINYLLAMA, device, weights=weights, temporaries=temporaries, state=state)
+
+
+def test_a_block_of_tinyllama_takes_16384_bytes_a_layer_and_360448_in_all():
+    assert block_bytes(replace(TINYLLAMA, num_layers=1), 16, "bfloat16") == 16_384
+    assert block_bytes(TINYLLAMA, 16, "bfloat16") == block_bytes(TINYLLAMA, 16, "float16") == PER_BLOCK
+    assert block_bytes(TINYLLAMA, 16, "float32") == 2 * PER_BLOCK
+    assert block_bytes(TINYLLAMA, 8, "float16") == PER_BLOCK // 2
+
+
+def test_4_gib_of_swap_space_hold_11915_blocks_of_tinyllama():
+    assert num_host_blocks(4, PER_BLOCK) == 11_915
+    assert num_host_blocks(0, PER_BLOCK) == 0
+    assert num_host_blocks(0.5, GIB // 4) == 2
+
+
+def test_11663015936_bytes_hold_32357_blocks_of_tinyllama():
+    assert num_blocks(kv_cache_memory_bytes=11_663_015_936) == 32_357
+    assert num_blocks(kv_cache_memory_bytes=11_663_015_935) == 32_356
+
+
+def test_the_shape_of_a_block_has_as_many_elements_as_its_bytes_say():
+    assert kv_block_shape("head_major", 16, 4, 64) == (4, 16, 64)
+    assert block_bytes(TINYLLAMA, 16, "bfloat16") == 2 * 4 * 16 * 64 * 2 * 22
+    with pytest.raises(ValueError, match="'packed' is not known"):
+        kv_block_shape("packed", 16, 4, 64)
+
+
+@pytest.mark.parametrize(("tokens", "size", "blocks"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2), (3, 1, 3)])
+def test_tokens_take_whole_blocks(tokens, size, blocks):
+    assert blocks_for(tokens, size) == blocks
+
+
+def test_a_given_number_of_blocks_is_taken_as_it_is():
+    assert num_blocks(num_device_blocks=7, weights=100 * GIB) == 7
+
+
+def test_bytes_that_hold_no_block_are_refused_with_the_size_of_one():
+    assert num_blocks(kv_cache_memory_bytes=PER_BLOCK) == 1
+    with pytest.raises(ValueError, match=r"kv_cache_memory_bytes=360447 holds no block: one takes 360448 bytes"):
+        num_blocks(kv_cache_memory_bytes=PER_BLOCK - 1)
+
+
+def test_on_an_accelerator_the_pool_gets_limit_times_utilization_less_all_else():
+    sizes = {"weights": 2 * GIB, "temporaries": 3 * 2**20, "state": 12345}
+    spent = 2 * GIB + 3 * 2**20 + 12345 + GIB
+    assert num_blocks(gpu_memory_utilization=0.5, **sizes) == (15 * GIB // 2 - spent) // PER_BLOCK
+    assert num_blocks(gpu_memory_utilization=1, **sizes) == (15 * GIB - spent) // PER_BLOCK
+
+
+def test_on_a_cpu_the_pool_is_the_smallest_of_4_gib_two_fifths_of_memory_and_all_requests_at_full_length():
+    assert num_blocks(CPU) == 4 * GIB // (2 * PER_BLOCK)
+    assert num_blocks(replace(CPU, memory_limit=5 * GIB)) == int(0.4 * 5 * GIB) // (2 * PER_BLOCK)
+    assert num_blocks(replace(CPU, memory_limit=5 * GIB), weights=GIB) == int(0.4 * 4 * GIB) // (2 * PER_BLOCK)
+    assert num_blocks(CPU, max_num_seqs=3, max_model_len=100) == 3 * 7
+
+
+@pytest.mark.parametrize("device", [GPU, CPU])
+def test_no_memory_left_is_an_error_with_the_numbers(device):
+    with pytest.raises(ValueError, match=f"no memory is left for the KV pool.*weights take {20 * GIB}"):
+        num_blocks(device, weights=20 * GIB)
+
+
+def test_max_model_len_is_lowered_to_the_pool_unless_it_was_given():
+    assert fit_max_model_len(None, 64, 4, 16) == 64
+    assert fit_max_model_len(64, 64, 4, 16) == 64
+    assert fit_max_model_len(None, 65, 4, 16) == 64
+    with pytest.raises(ValueError, match=r"max_model_len=65 needs 5 blocks of 16 tokens.*has 4 \(64 tokens\); lower"):
+        fit_max_model_len(65, 65, 4, 16)
+
+
+@pytest.mark.parametrize("given", [None, 8])
+def test_a_pool_of_a_single_token_serves_no_request(given):
+    assert fit_max_model_len(None, 8, 2, 1) == 2
+    with pytest.raises(ValueError, match=r"room for 1 token, but a request needs 2 or more"):
+        fit_max_model_len(given, 8, 1, 1)
+
+
+def test_swap_space_over_40_percent_of_the_host_warns_and_over_70_is_refused():
+    assert check_swap_space(4, 10 * GIB) is None
+    warning = check_swap_space(5, 10 * GIB)
+    assert warning is not None and "swap_space=5 GiB is 50% of the host's 10.0 GiB" in warning
+    assert check_swap_space(7, 10 * GIB) is not None
+    with pytest.raises(ValueError, match=r"at most 70 % may be taken: lower swap_space to 7.0"):
+        check_swap_space(7.1, 10 * GIB)
+
+
+def report(**changes):
+    sizes = {"limit": 10 * GIB, "total": 10 * GIB, "weights": 2 * GIB, "kv_pool": 5 * GIB, "temporaries": GIB}
+    sizes |= {"state": 1000, "other": 24}
+    blocks = {"block_size": 16, "bytes_per_block": PER_BLOCK, "num_device_blocks": 1000, "num_host_blocks": 11_915}
+    return MemoryReport(**(sizes | blocks | {"swap_space": 4, "max_model_len": 2048, "max_num_seqs": 256} | changes))
+
+
+def test_the_parts_of_the_report_sum_to_the_limit():
+    r = report()
+    assert r.weights + r.kv_pool + r.temporaries + r.state + r.other + r.free == r.limit
+    assert r.free == 2 * GIB - 1024
+
+
+def test_the_report_says_how_many_requests_of_full_length_fit():
+    assert report().max_concurrency == 1000 / 128
+    assert "requests of 2,048 tokens at once: 7.81 (at most 256)" in str(report())
+
+
+def test_the_report_names_blocks_and_that_swap_is_only_reserved():
+    text = str(report())
+    assert "block: 16 tokens, 360,448 bytes" in text
+    assert "device blocks: 1,000 (16,000 tokens)" in text
+    assert "host blocks: 11,915 in 4 GiB of swap space (reserved, preemption recomputes)" in text
+    assert "reserved" not in str(report(num_host_blocks=0, swap_space=0))
+
+
+def test_the_report_says_how_to_raise_a_limit_below_95_percent_of_the_device():
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in str(report(limit=95 * GIB, total=100 * GIB))
+    text = str(report(limit=75 * GIB, total=100 * GIB))
+    assert "75% of the device's 100.0 GiB" in text and "XLA_PYTHON_CLIENT_MEM_FRACTION raises it" in text

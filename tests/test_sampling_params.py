@@ -1,0 +1,148 @@
+"""Sampling parameters: a parameter is implemented or refused, never ignored."""
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+
+NAN, INF = float("nan"), float("inf")
+
+UNSUPPORTED = {
+    "presence_penalty": (0.0, [0.5, -2, NAN, "a lot"]),
+    "frequency_penalty": (0.0, [0.5, True]),
+    "repetition_penalty": (1.0, [1.1, 0, True]),
+    "min_tokens": (0, [1, -1, False]),
+    "bad_words": (None, [["word"], []]),
+    "logit_bias": (None, [{1: 2.0}, {}]),
+    "allowed_token_ids": (None, [[1], []]),
+    "prompt_logprobs": (None, [0, 5, -1]),
+    "flat_logprobs": (False, [True]),
+    "spaces_between_special_tokens": (True, [False]),
+    "structured_outputs": (None, [{"json": {}}]),
+    "logprob_token_ids": (None, [[1]]),
+    "prompt_logprob_token_ids": (None, [[[1]]]),
+    "prompt_logprob_start": (None, [0]),
+    "stream_interval": (None, [1]),
+    "extra_args": (None, [{}]),
+    "skip_reading_prefix_cache": (None, [False, True]),
+    "thinking_token_budget": (None, [10]),
+    "repetition_detection": (None, [{"min_count": 3}]),
+    "routed_experts_prompt_start": (None, [0]),
+    "trace_decode_token_ids": (None, [[1]]),
+    "watermarking": (None, [{}]),
+}
+
+WRONG = [
+    ("n", [0, -1, 16385], r"\[1, 16384\]"),
+    ("n", [1.0, "2", None, True], "whole number"),
+    ("temperature", [-0.1, 2.1, NAN, INF], r"\[0, 2\]"),
+    ("temperature", ["hot", None, True], "must be a number"),
+    ("top_p", [0, 0.0, -0.1, 1.1, NAN], r"\(0, 1\]"),
+    ("top_p", ["most", None, True], "must be a number"),
+    ("top_k", [-2, 2**31], r"\[0, 2147483647\]; 0 or -1 turns it off"),
+    ("top_k", [1.5, None, True], "whole number"),
+    ("min_p", [-0.1, 1.1, NAN], r"\[0, 1\]"),
+    ("min_p", [None, "0"], "must be a number"),
+    ("seed", [-(2**63) - 1, 2**64], rf"\[{-(2**63)}, {2**64 - 1}\]"),
+    ("seed", [0.5, "1", True], "whole number"),
+    ("stop", [[1], 5, ["a", None], {"a": 1}], "a string or a list of strings"),
+    ("stop", ["", ["a", ""]], "empty string"),
+    ("stop_token_ids", [[-1], [2**31]], r"\[0, 2147483647\]"),
+    ("stop_token_ids", [["a"], [1.0], [True], [[1]], [None]], "whole number"),
+    ("stop_token_ids", [5, "12"], "a list of token ids"),
+    ("include_stop_str_in_output", [1, None, "yes"], "True or False"),
+    ("ignore_eos", [0, None], "True or False"),
+    ("max_tokens", [0, -1, 2**31], r"\[1, 2147483647\]"),
+    ("max_tokens", [1.0, "16", True], "whole number"),
+    ("logprobs", [-2, 2**31], r"\[-1, 2147483647\]"),
+    ("logprobs", [False, 1.0, "all"], "whole number"),
+    ("detokenize", [1, None], "True or False"),
+    ("skip_special_tokens", [0, None], "True or False"),
+    ("output_kind", ["DELTA", 1, None], "RequestOutputKind.CUMULATIVE"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "legal"), [(name, v, legal) for name, values, legal in WRONG for v in values]
+)
+def test_a_wrong_value_is_refused_with_its_name_and_what_is_legal(name, value, legal):
+    with pytest.raises(ValueError, match=rf"^{name}\b.*{legal}") as error:
+        SamplingParams(**{name: value})
+    shown = value[-1] if isinstance(value, list) else value
+    assert str(shown) in str(error.value)
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_parameter_that_is_not_supported_yet_is_accepted_at_its_default_only(name):
+    default, others = UNSUPPORTED[name]
+    assert getattr(SamplingParams(**{name: default}), name) == default
+    for value in others:
+        with pytest.raises(ValueError, match=f"^{name}=.* is not supported yet; leave it at its default"):
+            SamplingParams(**{name: value})
+
+
+def test_the_parameters_not_supported_yet_are_those_tested_here_and_the_others_have_wrong_values_here():
+    unsupported = {f.name for f in fields(SamplingParams) if f.metadata.get("unsupported")}
+    assert unsupported == UNSUPPORTED.keys()
+    assert {f.name for f in fields(SamplingParams)} - unsupported == {name for name, _, _ in WRONG}
+
+
+@pytest.mark.parametrize("name", ["best_of", "use_beam_search", "guided_decoding", "temprature"])
+def test_an_unknown_name_is_a_type_error(name):
+    with pytest.raises(TypeError, match=name):
+        SamplingParams(**{name: None})
+
+
+def test_the_defaults_are_those_vllm_users_know():
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
+    assert (params.seed, params.stop, params.stop_token_ids, params.max_tokens) == (None, (), (), 16)
+    assert (params.ignore_eos, params.include_stop_str_in_output, params.detokenize) == (False, False, True)
+    assert (params.logprobs, params.skip_special_tokens) == (None, True)
+    assert params.output_kind is RequestOutputKind.CUMULATIVE
+
+
+def test_the_ends_of_each_range_are_legal():
+    SamplingParams(n=16384, temperature=2, top_p=1, top_k=2**31 - 1, min_p=1, seed=2**64 - 1, max_tokens=2**31 - 1)
+    SamplingParams(n=1, temperature=0, top_p=1e-9, top_k=0, min_p=0, seed=-(2**63), max_tokens=1, logprobs=0)
+    SamplingParams(max_tokens=None, logprobs=-1, seed=0, stop_token_ids=[0, 2**31 - 1])
+
+
+def test_other_spellings_of_a_value_become_one():
+    assert SamplingParams(seed=-1).seed is None
+    assert SamplingParams(top_k=-1).top_k == 0
+    assert SamplingParams(logprobs=True).logprobs == 1
+    assert SamplingParams(stop="a").stop == SamplingParams(stop=["a"]).stop == ("a",)
+    assert SamplingParams(stop_token_ids=[3, 1, 3]).stop_token_ids == (3, 1)
+    assert SamplingParams(stop_token_ids={3}).stop_token_ids == (3,)
+
+
+def test_a_temperature_close_to_zero_is_used_as_given():
+    assert SamplingParams(temperature=1e-6).temperature == 1e-6
+
+
+def test_greedy_sampling_of_several_completions_is_refused():
+    with pytest.raises(ValueError, match=r"^n must be 1 when sampling greedily.*got n=2"):
+        SamplingParams(n=2, temperature=0)
+    assert SamplingParams(n=2, temperature=0.01).n == 2
+
+
+def test_stop_strings_need_text():
+    with pytest.raises(ValueError, match=r"stop=\['a'\] needs detokenize=True"):
+        SamplingParams(stop="a", detokenize=False)
+    assert SamplingParams(stop_token_ids=[1], detokenize=False).stop_token_ids == (1,)
+
+
+def test_the_callers_lists_are_neither_changed_nor_kept():
+    stop, stop_token_ids = ["a"], [1, 1]
+    params = SamplingParams(stop=stop, stop_token_ids=stop_token_ids)
+    stop.append("b")
+    assert (params.stop, stop_token_ids) == (("a",), [1, 1])
+
+
+def test_parameters_are_frozen_and_equal_when_their_values_are():
+    with pytest.raises(FrozenInstanceError):
+        SamplingParams().n = 2
+    assert SamplingParams(stop="a") == SamplingParams(stop=["a"])
+    assert hash(SamplingParams(stop="a")) == hash(SamplingParams(stop=["a"]))

@@ -1,0 +1,364 @@
+"""The laws of the host side under random load, and mutations that the toy device must catch."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import toy_device
+from jaxpaged import scheduler
+from jaxpaged.batch import build
+from jaxpaged.block_pool import BlockPool, block_digest
+from jaxpaged.request import Request
+from jaxpaged.scheduler import Scheduler, _Plan
+from toy_device import ToyEngine, expected_tokens
+
+TINY = {"num_device_blocks": 12, "max_num_seqs": 4, "block_size": 4, "max_model_len": 40}
+
+
+def serve(num_requests: int, *, seed: int, abort_rate: float = 0.1, **settings) -> tuple[ToyEngine, list[Request]]:
+    """Random requests with few different prefixes come while others run; some are aborted. Checks every outcome."""
+    rng = random.Random(seed)
+    engine = ToyEngine(**(TINY | settings))
+    common = [rng.randrange(50) for _ in range(20)]
+    prefixes = [[rng.randrange(50) for _ in range(num_own)] + common[num_own:] for num_own in (1, 4, 4, 20)]
+    members, num_left = [], num_requests
+    while num_left > 0 or engine.scheduler.has_unfinished():
+        while num_left > 0 and rng.random() < 0.5:
+            prompt = rng.choice(prefixes)[: rng.randrange(1, 20)] + [rng.randrange(50) for _ in range(rng.randrange(8))]
+            n = rng.choice([1, 1, 1, 2, 3])
+            first = engine.add(
+                prompt, n=n, max_tokens=rng.randrange(1, 14), seed=rng.randrange(2**64), eos=range(30),
+                stop_token_ids=[30, 31], ignore_eos=rng.random() < 0.5,
+            )  # fmt: skip
+            members += [first, *first.siblings]
+            num_left -= n
+        if engine.scheduler.has_unfinished():
+            if rng.random() < abort_rate:
+                engine.abort(rng.choice([m for m in members if not m.is_finished]))
+            if engine.scheduler.has_unfinished():
+                engine.step()
+    for member in members:
+        assert member.is_finished
+        if member.finish_reason != "abort":
+            assert member.output_token_ids == expected_tokens(member)
+    assert engine.pool.num_used == 0 and not engine.scheduler.requests
+    return engine, members
+
+
+def test_a_thousand_random_requests_with_random_aborts_in_a_tiny_pool_yield_their_tokens_and_free_all_blocks():
+    engine, members = serve(1000, seed=0, max_num_batched_tokens=24)
+    assert len(members) >= 1000
+    assert engine.scheduler.num_preemptions > 100 and engine.scheduler.num_prefix_hits > 1000
+    assert sum(len(step.copies) for step in engine.steps) > 50
+    assert sum(m.finish_reason == "abort" for m in members) > 30
+    assert sum(m.finish_reason == "stop" for m in members) > 30
+
+
+@pytest.mark.parametrize("is_caching", [True, False])
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+@pytest.mark.parametrize("budget", [1, 2, 3, 15, 16, 17, 2048])
+def test_any_budget_and_block_size_with_caching_on_or_off_yields_the_same_tokens(budget, block_size, is_caching):
+    serve(
+        40,
+        seed=budget,
+        max_num_batched_tokens=budget,
+        block_size=block_size,
+        num_device_blocks=max(48 // block_size, 4),
+        enable_prefix_caching=is_caching,
+    )
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 4, 9])
+def test_any_number_of_rows_yields_the_same_tokens(max_num_seqs):
+    engine, _ = serve(80, seed=1, max_num_seqs=max_num_seqs, num_device_blocks=11)
+    assert max(len(step.requests) for step in engine.steps) == max_num_seqs or engine.scheduler.num_preemptions
+
+
+def test_a_pool_that_holds_one_request_serves_all_one_after_another():
+    engine, _ = serve(60, seed=2, num_device_blocks=10, max_model_len=40, abort_rate=0)
+    assert engine.scheduler.num_preemptions > 0
+
+
+class AnyOrderOfEvents(RuleBasedStateMachine):
+    """Requests come, steps are scheduled and done, aborts fall between the two, in any order."""
+
+    def __init__(self):
+        super().__init__()
+        self.engine = ToyEngine(
+            num_device_blocks=7, max_num_seqs=3, block_size=2, max_model_len=14, max_num_batched_tokens=5
+        )
+        self.members: list[Request] = []
+        self.in_flight = None
+
+    @rule(
+        length=st.integers(1, 9), start=st.integers(0, 1), n=st.integers(1, 3), max_tokens=st.integers(1, 5),
+        seed=st.integers(0, 3),
+    )  # fmt: skip
+    def add(self, length, start, n, max_tokens, seed):
+        first = self.engine.add([start] * length, n=n, max_tokens=max_tokens, seed=seed, eos=range(100))
+        self.members += [first, *first.siblings]
+
+    @precondition(lambda self: self.in_flight is None and self.engine.scheduler.has_unfinished())
+    @rule()
+    def schedule(self):
+        step = self.engine.schedule()
+        self.in_flight = step, self.engine.execute(step)
+
+    @precondition(lambda self: self.in_flight is not None)
+    @rule()
+    def update(self):
+        self.engine.scheduler.update(*self.in_flight)
+        self.in_flight = None
+
+    @precondition(lambda self: any(not m.is_finished for m in self.members))
+    @rule(data=st.data())
+    def abort(self, data):
+        self.engine.abort(data.draw(st.sampled_from([m for m in self.members if not m.is_finished])))
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule()
+    def reset_prefix_cache(self):
+        was_idle = self.engine.pool.num_used == 0
+        assert self.engine.scheduler.reset_prefix_cache() == was_idle
+
+    @invariant()
+    def books_are_right_and_outputs_are_prefixes_of_what_they_must_be(self):
+        self.engine.scheduler.check()
+        for member in self.members:
+            output = member.output_token_ids
+            wanted = expected_tokens(member)
+            assert output == wanted[: len(output)]
+            assert not member.is_finished or member.finish_reason == "abort" or output == wanted
+
+    def teardown(self):
+        if self.in_flight is not None:
+            self.update()
+        self.engine.run(max_steps=1000)
+        assert all(m.is_finished for m in self.members)
+        assert self.engine.pool.num_used == 0
+
+
+TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
+TestAnyOrderOfEvents.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6), st.integers(1, 3)), min_size=1, max_size=8),
+    budget=st.integers(1, 20),
+    num_blocks=st.integers(9, 16),
+    is_caching=st.booleans(),
+)
+def test_any_set_of_requests_is_served_in_any_pool_that_holds_the_largest(lengths, budget, num_blocks, is_caching):
+    engine = ToyEngine(
+        block_size=2,
+        num_device_blocks=num_blocks,
+        max_model_len=18,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=is_caching,
+    )
+    members = []
+    for length, max_tokens, n in lengths:
+        first = engine.add(range(length), max_tokens=max_tokens, n=n)
+        members += [first, *first.siblings]
+    engine.run(max_steps=5000)
+    assert all(m.output_token_ids == expected_tokens(m) for m in members)
+
+
+# ---- mutations: each must turn the load above red
+
+
+def ignore_the_budget(patch):
+    original = _Plan.__init__
+    patch.setattr(_Plan, "__init__", lambda plan, budget: original(plan, budget + 1))
+
+
+def skip_the_copy_of_a_fork(patch):
+    original = Scheduler._commit
+    patch.setattr(Scheduler, "_commit", lambda self, plan: replace(original(self, plan), copies=()))
+
+
+def copy_only_to_the_first_child(patch):
+    original = Scheduler._commit
+
+    def commit(self, plan):
+        step = original(self, plan)
+        return replace(step, copies=step.copies[:1])
+
+    patch.setattr(Scheduler, "_commit", commit)
+
+
+def share_the_partial_block(patch):
+    original = Scheduler._fork
+
+    def fork(self, plan, parent):
+        forked = original(self, plan, parent)
+        for child in forked:
+            if child.num_computed_tokens % self.block_size:
+                self.pool.share(parent.block_ids[-1:])
+                self.pool.free(child.block_ids[-1:])
+                child.block_ids[-1] = parent.block_ids[len(child.block_ids) - 1]
+        return forked
+
+    patch.setattr(Scheduler, "_fork", fork)
+
+
+def hit_the_block_of_the_last_token(patch):
+    def match_prefix(self, request):
+        num_blocks = request.num_tokens // self.block_size
+        return self.pool.match(self._digests(request, num_blocks)[:num_blocks])
+
+    patch.setattr(Scheduler, "_match_prefix", match_prefix)
+
+
+def count_one_hit_token_too_many(patch):
+    original = Scheduler._start
+
+    def start(self, plan, request, block_ids, num_computed_tokens):
+        is_hit = 0 < num_computed_tokens < request.num_tokens - 1 and not request.siblings
+        original(self, plan, request, block_ids, num_computed_tokens + is_hit)
+
+    patch.setattr(Scheduler, "_start", start)
+
+
+def keep_reused_blocks_in_the_index(patch):
+    def forget(self, block_id):
+        self._num_cached -= block_id in self._block_to_digest
+
+    patch.setattr(BlockPool, "_forget", forget)
+
+
+def leave_the_parent_out_of_the_digest(patch):
+    patch.setattr(scheduler, "block_digest", lambda parent, tokens, context: block_digest(b"", tokens, context))
+
+
+def index_blocks_before_they_are_full(patch):
+    original = Scheduler._digests
+
+    def index(self, request, start):
+        for i, digest in enumerate(original(self, request, request.num_tokens // self.block_size)):
+            if i < len(request.block_ids):
+                self.pool.index(request.block_ids[i], digest)
+
+    patch.setattr(Scheduler, "_index_full_blocks", index)
+
+
+def hit_blocks_of_the_same_step(patch):
+    original = Scheduler._schedule_tokens
+
+    def schedule_tokens(self, plan, request):
+        original(self, plan, request)
+        if request.id in plan.scheduled and self.config.enable_prefix_caching:
+            scheduled = plan.scheduled[request.id]
+            request.num_computed_tokens += scheduled.num_scheduled_tokens
+            self._index_full_blocks(request, scheduled.start)
+            request.num_computed_tokens -= scheduled.num_scheduled_tokens
+
+    patch.setattr(Scheduler, "_schedule_tokens", schedule_tokens)
+
+
+def read_the_last_token_of_a_restarted_row_on_the_device(patch):
+    original = Scheduler._start
+
+    def start(self, plan, request, block_ids, num_computed_tokens):
+        original(self, plan, request, block_ids, num_computed_tokens)
+        request.is_last_token_on_device = request.num_preemptions > 0
+
+    patch.setattr(Scheduler, "_start", start)
+
+
+def preempt_the_first_arrival(patch):
+    original = Scheduler._preempt
+    patch.setattr(Scheduler, "_preempt", lambda self, plan, request: original(self, plan, self.running[0]))
+
+
+def forget_to_release_rows(patch):
+    original = Scheduler._commit
+    patch.setattr(Scheduler, "_commit", lambda self, plan: replace(original(self, plan), released=()))
+
+
+def free_a_block_too_early(patch):
+    original = BlockPool.free
+
+    def free(self, block_ids):
+        for block_id in block_ids:
+            if self.ref_counts[block_id] > 1:
+                self.ref_counts[block_id] = 1
+        original(self, block_ids)
+
+    patch.setattr(BlockPool, "free", free)
+
+
+def mutate_inputs(patch, change):
+    def mutated(step, buckets, scratch_block):
+        return change(build(step, buckets, scratch_block))
+
+    patch.setattr(toy_device, "build", mutated)
+
+
+def send_a_wrong_block_id(patch):
+    def change(inputs):
+        updates = inputs.block_updates
+        if updates is None:
+            return inputs
+        return replace(inputs, block_updates=replace(updates, block_w=(updates.block_w + 1) % 12))
+
+    mutate_inputs(patch, change)
+
+
+def forget_block_updates(patch):
+    mutate_inputs(patch, lambda inputs: replace(inputs, block_updates=None))
+
+
+def send_positions_off_by_one(patch):
+    mutate_inputs(patch, lambda inputs: replace(inputs, context_len_b=inputs.context_len_b + 1))
+
+
+def send_tokens_shifted_by_one(patch):
+    mutate_inputs(patch, lambda inputs: replace(inputs, token_t=inputs.token_t + (inputs.token_t >= 0)))
+
+
+def swap_the_halves_of_seeds(patch):
+    def change(inputs):
+        rows = inputs.row_updates
+        if rows is None:
+            return inputs
+        return replace(inputs, row_updates=replace(rows, seed_u2=rows.seed_u2[:, ::-1]))
+
+    mutate_inputs(patch, change)
+
+
+MUTATIONS = [
+    ignore_the_budget,
+    skip_the_copy_of_a_fork,
+    copy_only_to_the_first_child,
+    share_the_partial_block,
+    hit_the_block_of_the_last_token,
+    count_one_hit_token_too_many,
+    keep_reused_blocks_in_the_index,
+    leave_the_parent_out_of_the_digest,
+    index_blocks_before_they_are_full,
+    hit_blocks_of_the_same_step,
+    read_the_last_token_of_a_restarted_row_on_the_device,
+    preempt_the_first_arrival,
+    forget_to_release_rows,
+    free_a_block_too_early,
+    send_a_wrong_block_id,
+    forget_block_updates,
+    send_positions_off_by_one,
+    send_tokens_shifted_by_one,
+    swap_the_halves_of_seeds,
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_a_mutation_of_the_host_side_is_caught(mutation, monkeypatch):
+    mutation(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError, IndexError, KeyError, ValueError)) as caught:
+        for seed in (2, 4, 5):
+            serve(300, seed=seed, max_num_batched_tokens=10)
+    print(f"{mutation.__name__}: {caught.type.__name__}: {caught.value}")
