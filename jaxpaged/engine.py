@@ -194,7 +194,7 @@ class Engine:
         return bool(self._groups or self._undelivered)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request and frees its blocks at once; returns what it had, None when it is not (or no longer) there."""
+        """Ends a request and frees its blocks at once; returns what it had, None when it is not (any longer) there."""
         group = self._groups.get(request_id)
         if group is None:
             return None
@@ -253,7 +253,7 @@ class Engine:
         per_block = memory.block_bytes(self.model_config, config.block_size, config.dtype)
         return MemoryReport(
             limit=self._facts.memory_limit,
-            total=self._facts.total_memory,
+            total=self._facts.total_memory if self._facts.platform != "cpu" else self._facts.memory_limit,
             weights=weight_bytes(param_specs(self.model_config, config.dtype)),
             kv_pool=runner.kv_bytes,
             temporaries=runner.compiler.temporaries,
@@ -347,8 +347,8 @@ class Engine:
                 raise ValueError(f"stop_token_ids has {token_id}, but the vocabulary has ids 0 to {vocab_size - 1}")
         if params.logprobs is not None and (vocab_size if params.logprobs == -1 else params.logprobs) > most:
             raise ValueError(
-                f"logprobs={params.logprobs}, but max_logprobs={most}; ask for fewer or raise the engine's max_logprobs "
-                "(-1: the whole vocabulary)"
+                f"logprobs={params.logprobs}, but max_logprobs={most}; ask for fewer or raise the engine's "
+                "max_logprobs (-1: the whole vocabulary)"
             )
         if params.stop and self._tokenizer is None:
             raise ValueError(
@@ -434,8 +434,8 @@ class Engine:
             raise ValueError("the prompt is empty; give at least one token")
         if len(token_ids) >= max_model_len:
             raise ValueError(
-                f"the prompt has {len(token_ids)} tokens, but max_model_len={max_model_len} must hold it and at least one "
-                "new token; shorten the prompt or raise max_model_len"
+                f"the prompt has {len(token_ids)} tokens, but max_model_len={max_model_len} must hold it and at least "
+                "one new token; shorten the prompt or raise max_model_len"
             )
         wrong = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
         if wrong:

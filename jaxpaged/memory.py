@@ -147,8 +147,8 @@ class MemoryReport:
         lines += [f"  {name:<42}{size / GIB:9.3f} GiB {size / max(self.limit, 1):7.1%}" for name, size in parts]
         if self.limit < 0.95 * self.total:
             lines.append(
-                f"  (the limit is {self.limit / self.total:.0%} of the device's {self.total / GIB:.1f} GiB; on GPU and "
-                "TPU XLA_PYTHON_CLIENT_MEM_FRACTION raises it)"
+                f"  (the limit is {self.limit / self.total:.0%} of the device's {self.total / GIB:.1f} GiB; "
+                "XLA_PYTHON_CLIENT_MEM_FRACTION raises it)"
             )
         return "\n".join([*lines, *self._block_lines()])
 

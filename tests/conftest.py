@@ -1,12 +1,14 @@
 """Strict numerics for all tests: no silent promotion of dtypes or ranks, products in full float32.
 
-Compiled steps are shared between the engines of a run through a cache folder of its own.
+Compiled steps are shared between the engines of a run through a cache folder of its own, and LLVM is told not to
+optimize: compiling is most of what the tests do, and the matrix products are library calls all the same.
 """
 
 import os
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 import jax
 

@@ -490,3 +490,25 @@ def test_random_weights_of_the_right_shapes_run(tmp_path):
 
 def test_llm_is_the_engine_under_the_name_that_vllms_users_type():
     assert LLM is Engine
+
+
+def test_a_full_warm_up_compiles_every_step_ahead():
+    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_device_blocks": 32, "max_model_len": 128}
+    with Engine(tiny.model_directory(), warmup="full", **settings) as engine:
+        ahead = [step["shape"] for step in engine.stats()["compiled_steps"]]
+        assert ahead == ["decode of 2", "prefill of 16×2"]
+        generate(engine, [prompt_of(40), prompt_of(3), prompt_of(17)], greedy(20))
+        assert [step["shape"] for step in engine.stats()["compiled_steps"]] == ahead
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.5), ("float16", 0.06)])
+def test_16_bit_log_probabilities_stay_near_those_of_float32(dtype, tolerance):
+    """Logits reach 30 here, and three more decimal digits are lost per layer: the bound is 2 or 3 of their steps."""
+    prompts = [prompt_of(n, seed=300 + n) for n in (5, 20, 40)]
+    with Engine(tiny.model_directory(), dtype=dtype, **SETTINGS) as engine:
+        outputs = generate(engine, prompts, greedy(1, logprobs=5))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        logits = tiny.naive_logits(prompt)[-1]
+        expected = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        for token_id, logprob in output.outputs[0].logprobs[0].items():
+            assert logprob.logprob == pytest.approx(expected[token_id], abs=tolerance)

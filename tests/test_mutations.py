@@ -72,7 +72,7 @@ def test_a_missing_copy_on_fork_is_noticed(monkeypatch):
 def test_a_stale_prefix_hit_is_noticed(monkeypatch):
     monkeypatch.setattr(BlockPool, "_forget", lambda self, block_id: self._block_to_digest.pop(block_id, None))
     monkeypatch.setattr(Scheduler, "check", lambda self: None)
-    assert_red(num_device_blocks=16, block_size=8, repeat=2)
+    assert_red(num_device_blocks=28, block_size=4, repeat=2)
 
 
 def test_an_ignored_budget_is_noticed(monkeypatch):

@@ -53,8 +53,9 @@ def test_a_small_pool_and_budget_preempt_and_chunk_and_yield_the_same_tokens():
         outputs = engine.generate(prompts, params, use_tqdm=False)
         engine.check()
         assert engine.stats()["num_preemptions"] > 0
-    for output, golden in zip(outputs, GREEDY["output_token_ids"], strict=False):
-        assert output.outputs[0].token_ids == golden[:num_tokens][: len(output.outputs[0].token_ids)]
+    for output, golden in zip(outputs, GREEDY["output_token_ids"][:8], strict=True):
+        num_known = min(num_tokens, len(golden))
+        assert output.outputs[0].token_ids[:num_known] == golden[:num_known]
 
 
 def test_the_example_that_vllms_users_know_runs():
