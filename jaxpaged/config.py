@@ -86,7 +86,7 @@ class DeviceFacts:
     total_memory: int
     """Bytes of memory on the device (on a CPU: of the host)."""
     memory_limit: int
-    """Most bytes that the allocator hands out (on a CPU: what is available now)."""
+    """Most bytes that the allocator hands out (on a CPU: what is available now); 0: the device does not say."""
     memory_in_use: int
     """Bytes in use before the engine took any."""
     host_memory: int
@@ -133,7 +133,8 @@ class EngineConfig:
     max_logprobs: int = 20
     """Most logprobs that a request may ask for; -1: the whole vocabulary."""
     warmup: str = "auto"
-    """full: compile all steps at the start; lazy: each when first needed; auto: lazy on a CPU, else full."""
+    """full: compile all steps at the start, but for those with logprobs; lazy: each when first needed; auto: lazy on a
+    CPU, else full."""
     native_kernels: str | bool = "auto"
     """auto: none yet."""
 

@@ -17,11 +17,11 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpaged import batch, memory
-from jaxpaged.checkpoints import load_weights, open_model
+from jaxpaged.checkpoints import ModelSource, load_weights, open_model
 from jaxpaged.config import EngineConfig, ModelConfig, resolve
 from jaxpaged.memory import MemoryReport
 from jaxpaged.models.weights import param_specs, weight_bytes
-from jaxpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxpaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxpaged.request import Request
 from jaxpaged.runner import Runner, StepCompiler, device_facts, largest_shape, use_compilation_cache
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
@@ -48,6 +48,7 @@ class _Group:
     detokenizers: list[Detokenizer | None]
     num_tokens_sent: list[int]
     num_chars_sent: list[int]
+    error: str | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -95,7 +96,7 @@ class Engine:
         self._ids = itertools.count()
         self._arrivals = itertools.count()
         self._seeds = np.random.default_rng(self.config.seed % 2**64)
-        self._undelivered: list[RequestOutput] = []
+        self._undelivered: dict[str, list[RequestOutput]] = {}
         self._start_time = time.monotonic()
         self._totals = dict.fromkeys(
             ("num_steps", "num_prompt_tokens", "num_generated_tokens", "num_finished", "num_scheduled_tokens",
@@ -119,9 +120,10 @@ class Engine:
     ) -> list[RequestOutput]:
         """Completes all prompts, batched; outputs in the order of the prompts.
 
-        A prompt: text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. One `SamplingParams` for all, or one
-        for each; None: `SamplingParams()`. A prompt that cannot be served gives an output with `error` in its place,
-        and the others are served. ValueError for wrong parameters, before anything is queued.
+        A prompt: text, token ids, {"prompt": text}, {"prompt_token_ids": ids} or {"messages": conversation}. One
+        `SamplingParams` for all, or one for each; None: `SamplingParams()`. A prompt that cannot be served gives an
+        output with `error` in its place, and the others are served. ValueError for wrong parameters, before anything
+        is queued.
         """
         prompts = _as_list(prompts)
         all_params = self._params_for(prompts, sampling_params)
@@ -156,8 +158,7 @@ class Engine:
         `messages`: one conversation ([{"role": …, "content": …}, …]), or a list of them.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
-        prompts = [{"prompt_token_ids": self.encode_chat(conversation)} for conversation in conversations]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate([{"messages": c} for c in conversations], sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Outputs of one prompt as they grow, cumulative unless `output_kind` says otherwise.
@@ -165,7 +166,9 @@ class Engine:
         ValueError at once for what cannot be served. Other requests go on meanwhile; a stream that is closed early
         is aborted.
         """
-        return self._stream(self.add_request(prompt, sampling_params))
+        stream = self._stream(self.add_request(prompt, sampling_params))
+        next(stream)  # enters its `try`: a stream that is never read is aborted, too
+        return stream  # pyright: ignore[reportReturnType]
 
     # ---- step by step
 
@@ -186,8 +189,9 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Runs one step; one output for each request that got tokens or finished. Empty when there is nothing to do."""
-        outputs, self._undelivered = self._undelivered, []
-        return outputs + self._step()
+        self._step()
+        undelivered, self._undelivered = self._undelivered, {}
+        return [output for outputs in undelivered.values() for output in outputs]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has more to give."""
@@ -195,16 +199,11 @@ class Engine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request and frees its blocks at once; returns what it had, None when it is not (any longer) there."""
+        self._undelivered.pop(request_id, None)
         group = self._groups.get(request_id)
         if group is None:
             return None
-        for member in group.members:
-            if not member.is_finished:
-                member.finish_reason = "abort"
-                for sibling in member.siblings:
-                    sibling.finish_reason = "abort"
-                self._scheduler.finish(member)
-        self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
+        self._finish(group)
         return self._output(group, RequestOutputKind.CUMULATIVE)
 
     # ---- what there is to know
@@ -387,6 +386,7 @@ class Engine:
             for child in range(params.n)
         ]
         members[0].siblings = members[1:]
+        detokenizers = [self._detokenizer(token_ids, params) for _ in members]
         self._scheduler.add(members[0])
         if seed is None:
             seed = int(self._seeds.integers(2**64, dtype=np.uint64))
@@ -399,7 +399,7 @@ class Engine:
             params=params,
             output_kind=output_kind,
             members=members,
-            detokenizers=[self._detokenizer(token_ids, params) for _ in members],
+            detokenizers=detokenizers,
             num_tokens_sent=[0] * params.n,
             num_chars_sent=[0] * params.n,
         )
@@ -409,9 +409,11 @@ class Engine:
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text if it was given, token ids) of a prompt. ValueError for anything that is not a prompt."""
         if isinstance(prompt, Mapping):
-            unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
-            if unknown or len(prompt) == 0:
-                raise ValueError(f'a prompt has the key "prompt" or "prompt_token_ids", not {sorted(prompt)}')
+            known = ("prompt", "prompt_token_ids", "messages")
+            if not prompt or any(key not in known for key in prompt):
+                raise ValueError(f"a prompt has one of the keys {', '.join(known)}, not {list(prompt)}")
+            if "messages" in prompt:
+                return None, self.encode_chat(prompt["messages"])
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"])
             prompt = prompt["prompt"]
@@ -444,29 +446,38 @@ class Engine:
     def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer | None:
         if self._tokenizer is None or not params.detokenize:
             return None
-        return Detokenizer(
-            self._tokenizer,
-            prompt_token_ids,
-            stop=params.stop or (),
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-        )
+        try:
+            return Detokenizer(
+                self._tokenizer,
+                prompt_token_ids,
+                stop=params.stop or (),
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+            )
+        except Exception as error:  # the caller's tokenizer has exceptions of its own
+            raise ValueError(f"{type(self._tokenizer).__name__}.decode cannot take the prompt: {error}") from error
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self):
+        """Runs one step and leaves what there is to tell in `_undelivered`."""
         runner, start = self._live_runner, time.perf_counter()
         scheduled = self._scheduler.schedule()
         if scheduled is None:
-            return []
-        inputs = batch.build(scheduled, self._buckets, runner.scratch_block)
-        launched = time.perf_counter()
-        step_output = runner.execute(inputs)
+            return
+        try:
+            inputs = batch.build(scheduled, self._buckets, runner.scratch_block)
+            launched = time.perf_counter()
+            step_output = runner.execute(inputs)
+        except BaseException:  # Ctrl-C too: nobody knows what the device has written
+            self._scheduler.rewind()
+            raise
         executed = time.perf_counter()
         used = self._scheduler.pool.num_used
         updated = self._scheduler.update(scheduled, step_output)
+        groups = dict.fromkeys(map(self._group_of, updated))
         for request in updated:
             self._detokenize(request)
-        groups = dict.fromkeys(map(self._group_of, updated))
-        outputs = [output for group in groups if (output := self._output(group, group.output_kind)) is not None]
+        for group in groups:
+            self._tell(group)
 
         self._totals["num_steps"] += 1
         self._totals["num_generated_tokens"] += len(updated)
@@ -479,7 +490,6 @@ class Engine:
             "schedule_s": launched - start,
             "execute_s": executed - launched,
         }
-        return outputs
 
     def _step_record(self, scheduled, num_padded: int, updated: list[Request]) -> dict[str, Any]:
         prefills = [r for r in scheduled.requests if r.is_prefill]
@@ -503,18 +513,45 @@ class Engine:
         }
 
     def _group_of(self, request: Request) -> _Group:
-        return self._groups[request.parent_id or request.id]
+        return self._groups[request.id if request.parent_id is None else request.parent_id]
 
     def _detokenize(self, request: Request):
-        """Adds the new token's text; a stop string in it ends the request."""
-        detokenizer = self._group_of(request).detokenizers[request.child]
-        if detokenizer is None:
+        """Adds the new token's text; a stop string in it ends the request, a tokenizer that fails ends its group."""
+        group = self._group_of(request)
+        detokenizer = group.detokenizers[request.child]
+        try:
+            if request.logprobs and self._tokenizer is not None:
+                for token_id, logprob in request.logprobs[-1].items():
+                    text = decode_token(self._tokenizer, token_id)
+                    request.logprobs[-1][token_id] = replace(logprob, decoded_token=text)
+            if detokenizer is None:
+                return
+            stop = detokenizer.append(request.token_ids[-1:], ended_by_token=request.is_ended_by_token)
+        except Exception as error:  # the caller's tokenizer has exceptions of its own; other requests go on
+            group.error = f"{type(self._tokenizer).__name__}.decode cannot take {request.token_ids[-1:]}: {error}"
+            self._finish(group)
             return
-        stop = detokenizer.append(request.token_ids[-1:], ended_by_token=request.is_ended_by_token)
         if stop is not None:
             request.finish_reason, request.stop_reason = "stop", stop
             if not request.is_finished:
                 self._scheduler.finish(request)
+
+    def _finish(self, group: _Group):
+        """Ends all of a group that is not at its end."""
+        for member in group.members:
+            if not member.is_finished:
+                for ended in (member, *member.siblings):
+                    ended.finish_reason = "abort"
+                self._scheduler.finish(member)
+
+    def _tell(self, group: _Group):
+        """Keeps what is to be told of a group for whoever asks next; a cumulative output replaces the one before."""
+        output = self._output(group, group.output_kind)
+        if output is not None:
+            kept = self._undelivered.setdefault(group.request_id, [])
+            if group.output_kind is not RequestOutputKind.DELTA:
+                kept.clear()
+            kept.append(output)
 
     def _output(self, group: _Group, kind: RequestOutputKind) -> RequestOutput | None:
         """What is to be told of a group now, None for nothing; a finished group is forgotten."""
@@ -528,15 +565,18 @@ class Engine:
             for i in range(len(group.members))
             if (completion := self._completion(group, i, kind)) is not None
         ]
+        if group.error is not None:
+            completions = []
         first = group.members[0]
         times = [m.first_token_time for m in group.members if m.first_token_time is not None]
         ends = [m.finished_time for m in group.members if m.finished_time is not None]
         return RequestOutput(
             request_id=group.request_id,
             prompt=group.prompt,
-            prompt_token_ids=list(group.prompt_token_ids),
+            prompt_token_ids=group.prompt_token_ids,
             outputs=completions,
             finished=group.is_finished,
+            error=group.error,
             num_cached_tokens=first.num_cached_tokens,
             metrics=RequestMetrics(
                 arrival_time=first.arrival_time,
@@ -551,28 +591,22 @@ class Engine:
         """One completion: all of it, or with DELTA what was not told yet (None for nothing new)."""
         request, detokenizer = group.members[i], group.detokenizers[i]
         text = detokenizer.text(request.is_finished) if detokenizer is not None else ""
-        token_ids, logprobs = request.output_token_ids, request.logprobs
+        first_token = first_char = 0
         if kind is RequestOutputKind.DELTA:
             first_token, first_char = group.num_tokens_sent[i], group.num_chars_sent[i]
-            group.num_tokens_sent[i], group.num_chars_sent[i] = len(token_ids), len(text)
-            if first_token == len(token_ids) and first_char == len(text) and not group.is_finished:
+            group.num_tokens_sent[i], group.num_chars_sent[i] = request.num_output_tokens, len(text)
+            if first_token == request.num_output_tokens and first_char == len(text) and not group.is_finished:
                 return None
-            text, token_ids, logprobs = text[first_char:], token_ids[first_token:], logprobs[first_token:]
         wants_logprobs = group.params.logprobs is not None
         return CompletionOutput(
             index=i,
-            text=text,
-            token_ids=token_ids,
-            logprobs=[self._with_text(entry) for entry in logprobs] if wants_logprobs else None,
+            text=text[first_char:],
+            token_ids=request.token_ids[request.num_prompt_tokens + first_token :],
+            logprobs=request.logprobs[first_token:] if wants_logprobs else None,
             cumulative_logprob=request.cumulative_logprob if wants_logprobs else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )
-
-    def _with_text(self, entry: dict[int, Logprob]) -> dict[int, Logprob]:
-        if self._tokenizer is None:
-            return entry
-        return {i: replace(logprob, decoded_token=decode_token(self._tokenizer, i)) for i, logprob in entry.items()}
 
     def _run_until_finished(self, ids: list[str], outputs: dict[str, RequestOutput], use_tqdm: bool):
         """Steps until all of `ids` have an output; outputs of other requests are kept for `step`."""
@@ -580,11 +614,10 @@ class Engine:
         num_in = num_out = 0
         with tqdm(total=len(ids), initial=len(outputs), desc="Processed prompts", disable=not use_tqdm) as bar:
             while len(outputs) < len(ids):
-                for output in self._step():
-                    if output.request_id not in wanted:
-                        self._undelivered.append(output)
-                        continue
-                    outputs[output.request_id] = output
+                self._step()
+                for request_id in [i for i in self._undelivered if i in wanted]:
+                    output = self._undelivered.pop(request_id)[-1]
+                    outputs[request_id] = output
                     num_in += len(output.prompt_token_ids or ())
                     num_out += sum(len(completion.token_ids) for completion in output.outputs)
                     seconds = max(bar.format_dict["elapsed"], 1e-9)
@@ -593,22 +626,19 @@ class Engine:
                     )
                     bar.update()
 
-    def _stream(self, request_id: str) -> Iterator[RequestOutput]:
+    def _stream(self, request_id: str) -> Iterator[RequestOutput | None]:
         try:
+            yield None
             while True:
-                mine = [output for output in self._undelivered if output.request_id == request_id]
-                if mine:
-                    self._undelivered = [o for o in self._undelivered if o.request_id != request_id]
-                for output in mine:
-                    yield output
-                    if output.finished:
-                        return
-                self._undelivered += self._step()
+                yield from self._undelivered.pop(request_id, ())
+                if request_id not in self._groups:  # finished, aborted, or given out by `step`
+                    return
+                self._step()
         finally:
             self.abort(request_id)
 
 
-def _load_tokenizer(tokenizer, source) -> Tokenizer | None:
+def _load_tokenizer(tokenizer: Any, source: ModelSource) -> Tokenizer | None:
     if tokenizer is None:
         return source.load_tokenizer()
     if isinstance(tokenizer, (str, os.PathLike)):
@@ -616,13 +646,17 @@ def _load_tokenizer(tokenizer, source) -> Tokenizer | None:
         if loaded is None:
             raise ValueError(f"tokenizer={str(tokenizer)!r} is no directory with tokenizer files")
         return loaded
+    if not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
+        raise ValueError(f"tokenizer={tokenizer!r} must be a directory, or an object with encode and decode")
     return tokenizer
 
 
 def _as_list(prompts: Any) -> list[Any]:
     """One prompt, or a sequence of prompts, as a list of prompts."""
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, bytes, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts={prompts!r} must be a prompt or a list of prompts")
     prompts = list(prompts)
     return [prompts] if prompts and all(_is_int(item) for item in prompts) else prompts
 
@@ -632,7 +666,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _token_ids(value: Any) -> list[int]:
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise ValueError(f"a prompt is text or a list of token ids, not {type(value).__name__}")
     token_ids = list(value)
     wrong = [item for item in token_ids if not _is_int(item)]

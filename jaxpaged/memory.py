@@ -55,8 +55,13 @@ def decide_num_device_blocks(
         return num_blocks
     if device.platform == "cpu":
         full = engine.max_num_seqs * blocks_for(engine.max_model_len, engine.block_size)
-        room = int(min(_CPU_POOL_LIMIT, _CPU_POOL_FRACTION * max(device.memory_limit - weights, 0)))
-        num_blocks = min(full, room // per_block)
+        available = max(device.memory_limit - weights, 0)
+        usable = max(device.memory_limit * engine.gpu_memory_utilization - weights, 0)
+        num_blocks = min(full, int(min(_CPU_POOL_LIMIT, _CPU_POOL_FRACTION * available, usable)) // per_block)
+    elif device.memory_limit == 0:
+        raise ValueError(
+            f"{device.kind} does not say how much memory it has; give kv_cache_memory_bytes or num_device_blocks"
+        )
     else:
         usable = int(device.memory_limit * engine.gpu_memory_utilization)
         num_blocks = (usable - weights - temporaries - state - device.memory_in_use) // per_block

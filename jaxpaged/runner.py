@@ -19,7 +19,7 @@ from tqdm import tqdm
 from jaxpaged import steps
 from jaxpaged.batch import Buckets, pick_bucket
 from jaxpaged.config import DeviceFacts, EngineConfig, ModelConfig
-from jaxpaged.kv_cache import make_pool, pool_specs
+from jaxpaged.kv_cache import copy_blocks, make_pool, pool_specs
 from jaxpaged.models.weights import Weights
 from jaxpaged.step_data import StepInputs, StepLogprobs, StepOutput
 
@@ -33,13 +33,11 @@ def device_facts() -> DeviceFacts:
     total, limit, in_use = memory.total, memory.available, 0
     if device.platform != "cpu":
         stats = device.memory_stats() or {}
-        if "bytes_limit" not in stats:
-            raise RuntimeError(
-                f"{device.device_kind} does not say how much memory it has; "
-                "give kv_cache_memory_bytes or num_device_blocks on a platform that does not"
-            )
-        limit, in_use = stats["bytes_limit"], stats["bytes_in_use"]
-        total = stats.get("bytes_reservable_limit") or limit
+        total = limit = stats.get("bytes_limit", 0)
+        in_use = stats.get("bytes_in_use", 0)
+    if device.platform == "gpu":
+        # The allocator takes this fraction of the device and reports no more than that.
+        total = int(limit / float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")))
     capability = float(getattr(device, "compute_capability", "0") or 0)
     return DeviceFacts(
         platform=device.platform,
@@ -151,7 +149,7 @@ def all_shapes(buckets: Buckets) -> list[StepShape]:
 
 def largest_shape(buckets: Buckets) -> StepShape:
     """The step with the most temporaries."""
-    return StepShape(False, buckets.tokens[-1], buckets.prefill_requests[-1], None)
+    return StepShape(False, buckets.tokens[-1], buckets.prefill_requests[-1], buckets.logprobs[-1])
 
 
 class Runner:
@@ -166,9 +164,9 @@ class Runner:
         self._state = steps.make_row_state(buckets.num_rows, buckets.max_blocks, self.scratch_block)
         self._update_rows = jax.jit(steps.update_rows, donate_argnums=0)
         self._update_blocks = jax.jit(steps.update_blocks, donate_argnums=0)
-        self._copy_blocks = jax.jit(steps.copy_blocks, donate_argnums=0)
+        self._copy_blocks = jax.jit(copy_blocks, donate_argnums=0)
         if config.warmup == "full":
-            for shape in tqdm(all_shapes(buckets), desc="Compiling steps"):
+            for shape in tqdm(all_shapes(buckets), desc="Compiling steps", disable=None):
                 self.compiler.get(shape)
 
     @property

@@ -5,9 +5,6 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-GREEDY_EPSILON = 0.0
-"""temperature == 0 is greedy; any other value, however small, samples."""
-
 _SEED_MIN, _SEED_MAX = -(2**63), 2**64 - 1
 
 

@@ -67,8 +67,10 @@ class Scheduler:
                 f"n={num_members} completions run side by side, but max_num_seqs={self.config.max_num_seqs}; "
                 "lower n or raise max_num_seqs"
             )
-        for member in (request, *request.siblings):
-            self.requests[member.id] = member
+        members = {member.id: member for member in (request, *request.siblings)}
+        if taken := sorted(members.keys() & self.requests):
+            raise ValueError(f"request ids {taken} are in use by unfinished requests; give another request_id")
+        self.requests |= members
         self.waiting.append(request)
 
     def finish(self, request: Request):
@@ -148,6 +150,13 @@ class Scheduler:
             updated.append(request)
         return updated
 
+    def rewind(self):
+        """After a step that may not have run: forgets all K and V, and running requests are computed again."""
+        plan = _Plan(0)
+        while self.running:
+            self._preempt(plan, self.running[-1])
+        self.pool.reset_index()
+
     def _schedule_running(self, plan: _Plan, requests: list[Request]):
         for request in requests:
             if request.status is Status.RUNNING:  # one before it may have preempted it
@@ -197,6 +206,8 @@ class Scheduler:
         Nobody is admitted in a step in which a running request lost its blocks or found none.
         """
         while self.waiting and plan.budget and self._free_rows and not plan.num_preempted and not plan.has_stalled:
+            if not self.pool.num_available:
+                break
             request = self.waiting[0]
             hits = self._match_prefix(request)
             needed = blocks_for(request.num_tokens, self.block_size) - len(hits)

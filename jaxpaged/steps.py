@@ -9,7 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxpaged import kv_cache, sampler
+from jaxpaged import sampler
 from jaxpaged.config import ModelConfig
 from jaxpaged.kv_cache import KVCache
 from jaxpaged.models import decoder
@@ -66,11 +66,6 @@ def update_rows(state: RowState, row_u, page_table_up, seed_u2, child_u, tempera
 def update_blocks(state: RowState, row_w, column_w, block_w) -> RowState:
     """State with single page-table entries overwritten; rows out of range are dropped. Donate `state`."""
     return replace(state, page_table_rp=state.page_table_rp.at[row_w, column_w].set(block_w, mode="drop"))
-
-
-def copy_blocks(kv: KVCache, source_c, target_c) -> KVCache:
-    """The pool with blocks copied (`kv_cache.copy_blocks`). Donate `kv`."""
-    return kv_cache.copy_blocks(kv, source_c, target_c)
 
 
 def prefill_step(

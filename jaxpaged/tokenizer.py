@@ -196,8 +196,13 @@ def _transformers() -> Any:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text, with the BOS token in front if the tokenizer adds one."""
-    return _token_ids(tokenizer.encode(text), f"{type(tokenizer).__name__}.encode")
+    """Token ids of a text, with the BOS token in front if the tokenizer adds one. ValueError for text it refuses."""
+    name = f"{type(tokenizer).__name__}.encode"
+    try:
+        token_ids = tokenizer.encode(text)
+    except Exception as error:  # a lone surrogate, for one: each tokenizer has an exception of its own
+        raise ValueError(f"{name} cannot take the text {text[:40]!r}: {error}") from error
+    return _token_ids(token_ids, name)
 
 
 def encode_chat(

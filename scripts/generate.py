@@ -109,14 +109,14 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--prompts", required=True, type=Path, metavar="FILE", help="text, one prompt a line; or .jsonl (see below)")
     add("--model", default="smollm2-135m-instruct", help="directory, .gguf file, Hugging Face repo id or built-in name")
-    add("--tokenizer", help="directory or repo id of the tokenizer (default: the model's own)")
+    add("--tokenizer", help="directory of the tokenizer (default: the model's own)")
     add(
         "--output", type=Path, metavar="FILE", help="write JSONL rows here (default: readable text to stdout, in order)"
     )
     add("--chat", action="store_true", help="make each text prompt a user message, put through the chat template")
     add("--resume", action="store_true", help="go on with the rows that --output already has")
     add("--overwrite", action="store_true", help="replace the rows that --output already has")
-    add("--stats-file", type=Path, metavar="FILE", help="write one JSON record a step here, for scripts/plot_run.py")
+    add("--stats-file", type=Path, metavar="FILE", help="write one JSON record a step here, anew in each run")
     add("--quiet", action="store_true", help="no memory report, progress bar or summary on stderr")
     sampling = parser.add_argument_group("sampling", "A line without a seed gets one made of --seed and its index.")
     add_flags(sampling, SamplingParams, skip=("seed", "output_kind"))
@@ -386,6 +386,8 @@ def check_files(args: argparse.Namespace) -> tuple[str, int]:
     paths = [path for path in (args.prompts, args.output, args.stats_file) if path is not None]
     if len({path.resolve() for path in paths}) < len(paths):
         raise ValueError("--prompts, --output and --stats-file must be different files")
+    if args.prompts.exists() and not args.prompts.is_file():
+        raise ValueError(f"--prompts {args.prompts} is no regular file; it is read twice, so save it as a file first")
     digest, num_lines = hashlib.sha256(), 0
     with args.prompts.open("rb") as file:
         for raw in file:

@@ -13,7 +13,7 @@ import tiny
 from jaxpaged import steps
 from jaxpaged.batch import make_buckets
 from jaxpaged.config import EngineConfig
-from jaxpaged.kv_cache import pool_specs
+from jaxpaged.kv_cache import copy_blocks, pool_specs
 from jaxpaged.models.weights import map_specs, param_specs
 from jaxpaged.runner import StepCompiler, StepShape
 
@@ -84,7 +84,7 @@ def test_steps_update_the_pool_in_place_and_copy_no_weight(kind):
 def test_a_copy_of_blocks_is_in_place():
     for num_blocks in (NUM_BLOCKS, 2 * NUM_BLOCKS):
         kv, ids = pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32"), jax.ShapeDtypeStruct((8,), jnp.int32)
-        compiled = jax.jit(steps.copy_blocks, donate_argnums=0).lower(kv, ids, ids).compile()
+        compiled = jax.jit(copy_blocks, donate_argnums=0).lower(kv, ids, ids).compile()
         assert compiled.memory_analysis().alias_size_in_bytes == size_of(kv)
         assert compiled.memory_analysis().temp_size_in_bytes < layer_pool_bytes(NUM_BLOCKS) / 10
 

@@ -278,8 +278,10 @@ def test_a_stop_string_over_several_tokens_ends_the_text(text_engine, include):
 
 
 def test_a_chat_without_a_template_is_a_clear_error(text_engine):
+    output = text_engine.chat([{"role": "user", "content": "hi"}], use_tqdm=False)[0]
+    assert "chat template" in output.error and output.outputs == []
     with pytest.raises(ValueError, match="chat template"):
-        text_engine.chat([{"role": "user", "content": "hi"}])
+        text_engine.encode_chat([{"role": "user", "content": "hi"}])
 
 
 # ---- step by step
@@ -327,7 +329,8 @@ def test_a_closed_stream_is_aborted_and_other_requests_lose_nothing(engine):
     while engine.has_unfinished_requests():
         outputs += engine.step()
     assert {o.request_id for o in outputs} == {other}
-    assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 2, 3, 4, 5, 6]
+    # Outputs are cumulative: of those that nobody asked for meanwhile the last one is kept.
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [3, 4, 5, 6]
     assert engine.stats()["blocks_used"] == 0
 
 
@@ -337,7 +340,8 @@ def test_generate_leaves_other_requests_outputs_for_step(engine):
     outputs = []
     while engine.has_unfinished_requests():
         outputs += engine.step()
-    assert [o.request_id for o in outputs] == [other] * 3 and outputs[-1].finished
+    assert [o.request_id for o in outputs] == [other] and outputs[0].finished
+    assert outputs[0].outputs[0].token_ids == tiny.naive_greedy(prompt_of(5, seed=211), 3)
 
 
 def test_an_aborted_request_gives_what_it_had_and_frees_its_blocks(engine):
@@ -404,6 +408,106 @@ def test_metrics_and_step_records_say_what_happened(engine):
     assert record["num_decode_requests"] == 1 and record["num_prefill_tokens"] == 0 and record["num_finished"] == 1
     assert record["blocks_used"] + record["blocks_cached"] + record["blocks_free"] == 64
     assert record["duration_s"] >= record["execute_s"] > 0
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_step_that_fails_costs_no_token(engine, monkeypatch, after):
+    """Interrupted before the device did anything, or after: what was planned is computed again."""
+    prompts = [prompt_of(n, seed=400 + n) for n in (40, 20, 33)]
+    ids = [engine.add_request(prompt, greedy(12)) for prompt in prompts]
+    execute, calls, finals = engine._runner.execute, 0, {}
+
+    def fails_often(inputs):
+        nonlocal calls
+        calls += 1
+        output = execute(inputs) if after or calls % 3 else None
+        if calls % 3 == 0:
+            raise KeyboardInterrupt
+        return output
+
+    monkeypatch.setattr(engine._runner, "execute", fails_often)
+    while engine.has_unfinished_requests():
+        try:
+            finals |= {output.request_id: output for output in engine.step()}
+        except KeyboardInterrupt:
+            engine.check()
+    assert calls > 12
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert finals[request_id].outputs[0].token_ids == tiny.naive_greedy(prompt, 12)
+
+
+def test_a_stream_ends_when_its_request_ends_elsewhere(engine):
+    seen = []
+    for output in engine.stream(prompt_of(5, seed=219), greedy(50)):
+        seen.append(output)
+        engine.abort(output.request_id)
+    assert len(seen) == 1
+    stream = engine.stream(prompt_of(5, seed=219), greedy(3))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert list(stream) == []
+
+
+def test_a_stream_closed_before_its_first_output_is_aborted(engine):
+    engine.stream(prompt_of(5, seed=220), greedy(50)).close()
+    assert not engine.has_unfinished_requests()
+
+
+def test_ids_of_children_and_the_users_do_not_meet(engine):
+    params = SamplingParams(n=2, temperature=1.0, max_tokens=3, ignore_eos=True)
+    for request_id in ("a", ""):
+        engine.add_request([5, 6], params, request_id=request_id)
+    with pytest.raises(ValueError, match=r"a/0.*in use"):
+        engine.add_request([5, 6], greedy(3), request_id="a/0")
+    finals = {}
+    while engine.has_unfinished_requests():
+        finals |= {output.request_id: output for output in engine.step()}
+    assert finals.keys() == {"a", ""} and all(len(o.outputs) == 2 for o in finals.values())
+
+
+class FragileTokenizer(BytesTokenizer):
+    """Cannot encode "bad", and cannot decode one token."""
+
+    def __init__(self, undecodable=-1):
+        self.undecodable = undecodable
+
+    def encode(self, text):
+        if text == "bad":
+            raise TypeError("no such text")
+        return super().encode(text)
+
+    def decode(self, token_ids, skip_special_tokens=True):
+        if self.undecodable in token_ids:
+            raise KeyError(self.undecodable)
+        return super().decode(token_ids, skip_special_tokens)
+
+
+def test_a_tokenizer_that_fails_on_one_prompt_costs_no_other():
+    good, fragile = list(b"good prompt"), list(b"fragile")
+    token = next(t for t in tiny.naive_greedy(fragile, 6) if t not in tiny.naive_greedy(good, 6) + good + fragile)
+    with Engine(tiny.model_directory(), tokenizer=FragileTokenizer(token), **SETTINGS) as engine:
+        outputs = generate(engine, ["good prompt", "bad", "fragile", [5, token], {"prompt": "good prompt"}], greedy(6))
+        assert [o.error is None for o in outputs] == [True, False, False, False, True]
+        assert "no such text" in outputs[1].error and str(token) in outputs[2].error
+        assert outputs[0].outputs[0].token_ids == outputs[4].outputs[0].token_ids == tiny.naive_greedy(good, 6)
+        engine.check()
+        assert not engine.has_unfinished_requests() and engine.stats()["blocks_used"] == 0
+
+
+def test_what_is_no_prompt_and_no_tokenizer_is_refused(engine):
+    assert "bytes" in generate(engine, b"hi", greedy())[0].error
+    assert "bytes" in generate(engine, [b"hi"], greedy())[0].error
+    with pytest.raises(ValueError, match="prompts=None"):
+        generate(engine, None, greedy())
+    with pytest.raises(ValueError, match="tokenizer=5"):
+        Engine(tiny.model_directory(), tokenizer=5)
+
+
+def test_log_probabilities_come_with_the_text_of_their_tokens(text_engine):
+    completion = generate(text_engine, "abc", greedy(6, logprobs=2))[0].outputs[0]
+    for entry in completion.logprobs:
+        for token_id, logprob in entry.items():
+            assert logprob.decoded_token == bytes([token_id]).decode(errors="replace")
 
 
 # ---- long runs and memory
@@ -484,7 +588,7 @@ def test_the_prefix_cache_can_be_reset_when_idle(engine):
 
 def test_random_weights_of_the_right_shapes_run(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny.HF_CONFIG))
-    with Engine(tmp_path, load_format="dummy", **SETTINGS) as engine:
+    with Engine(tmp_path, load_format="dummy", seed=2**64 - 1, **SETTINGS) as engine:
         assert len(generate(engine, [5, 6, 7], greedy(4))[0].outputs[0].token_ids) == 4
 
 

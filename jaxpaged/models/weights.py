@@ -107,7 +107,8 @@ def weight_bytes(specs: Weights) -> int:
 def random_weights(specs: Weights, seed: int) -> Weights:
     """Random weights of the right shapes, made on the device: normal with the spec's `std`, norms one."""
     leaves, tree = jax.tree.flatten(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    words = jnp.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], jnp.uint32)
+    keys = jax.random.split(jax.random.wrap_key_data(words, impl="threefry2x32"), len(leaves))
 
     def draw(spec, key):
         if spec.std is None:
