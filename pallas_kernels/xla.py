@@ -21,7 +21,7 @@ from pallas_kernels.gpu.layout import HeadMajorKV
 
 _MASKED = -1e30
 _TILE = 64
-_TOKENS_PER_CHUNK_DECODE = 64
+_TOKENS_PER_CHUNK_DECODE = 128
 _TOKENS_PER_CHUNK_TILE = 128
 
 
