@@ -182,8 +182,8 @@ class Engine:
             request_id = self._new_id()
         elif not isinstance(request_id, str):
             raise ValueError(f"request_id={request_id!r} must be a string")
-        elif request_id in self._groups:
-            raise ValueError(f"request_id={request_id!r} is in use by an unfinished request; give another")
+        elif self._is_in_use(request_id):
+            raise ValueError(f"request_id={request_id!r} is in use by a request that is not done with; give another")
         self._add(request_id, prompt, params, params.output_kind)
         return request_id
 
@@ -360,7 +360,11 @@ class Engine:
             )
 
     def _new_id(self) -> str:
-        return next(request_id for request_id in map(str, self._ids) if request_id not in self._groups)
+        return next(request_id for request_id in map(str, self._ids) if not self._is_in_use(request_id))
+
+    def _is_in_use(self, request_id: str) -> bool:
+        """Whether a request has this id that is unfinished, or whose last output nobody has taken yet."""
+        return request_id in self._groups or request_id in self._undelivered
 
     def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, output_kind: RequestOutputKind):
         _ = self._live_runner
@@ -413,6 +417,8 @@ class Engine:
             if not prompt or any(key not in known for key in prompt):
                 raise ValueError(f"a prompt has one of the keys {', '.join(known)}, not {list(prompt)}")
             if "messages" in prompt:
+                if len(prompt) > 1:
+                    raise ValueError(f'"messages" stands alone in a prompt, not with {list(prompt)}')
                 return None, self.encode_chat(prompt["messages"])
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"])

@@ -116,6 +116,7 @@ def test_max_tokens_beyond_the_room_or_none_ends_at_max_model_len(engine):
         ({"prompts": [5]}, "prompts"),
         ({}, "key"),
         ({"prompt": [5, 6]}, "prompt_token_ids"),
+        ({"messages": [], "prompt": "x"}, "stands alone"),
     ],
 )
 def test_a_prompt_that_cannot_be_served_is_an_error_in_its_place(engine, prompt, message):
@@ -342,6 +343,17 @@ def test_generate_leaves_other_requests_outputs_for_step(engine):
         outputs += engine.step()
     assert [o.request_id for o in outputs] == [other] and outputs[0].finished
     assert outputs[0].outputs[0].token_ids == tiny.naive_greedy(prompt_of(5, seed=211), 3)
+
+
+def test_an_id_is_in_use_until_its_last_output_is_taken(engine):
+    prompt = prompt_of(5, seed=211)
+    engine.add_request(prompt, greedy(2), request_id="kept")
+    generate(engine, prompt_of(6, seed=212), greedy(5))
+    with pytest.raises(ValueError, match="'kept' is in use"):
+        engine.add_request(prompt, greedy(2), request_id="kept")
+    assert [o.outputs[0].token_ids for o in engine.step()] == [tiny.naive_greedy(prompt, 2)]
+    engine.add_request(prompt, greedy(2), request_id="kept")
+    engine.abort("kept")
 
 
 def test_an_aborted_request_gives_what_it_had_and_frees_its_blocks(engine):
