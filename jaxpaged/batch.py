@@ -1,6 +1,7 @@
 """From a scheduled step to what the device is sent: numpy arrays, padded to a bucket."""
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -8,12 +9,24 @@ import numpy as np
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.memory import blocks_for
-from jaxpaged.step_data import BlockCopies, BlockUpdates, RowUpdates, ScheduledStep, StartedRow, StepInputs
+from jaxpaged.step_data import (
+    MAX_STOP_IDS,
+    NOT_DRAWN,
+    BlockCopies,
+    BlockUpdates,
+    RowUpdates,
+    ScheduledStep,
+    StartedRow,
+    StepInputs,
+)
 
 DROPPED = np.iinfo(np.int32).max
 """An index outside every array: what is scattered there is dropped."""
 
 _NOBODY = StartedRow(row=DROPPED, block_ids=(), seed=0, child=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+
+MOST_DRAWS = 8
+"""Most decode steps in one call where the engine chooses."""
 
 _MIN_REQUESTS = 2
 """XLA:CPU multiplies a single bfloat16 or int8 row 10 to 50 times slower than two."""
@@ -23,14 +36,15 @@ _MIN_REQUESTS = 2
 class Buckets:
     """The padded sizes that steps are compiled for, ascending.
 
-    `tokens` and `prefill_requests` of a prefill step, `requests` of a decode step; requests of a prefill are padded
-    coarsely, since they cost a row of logits each while tokens cost the whole model.
+    `tokens` of a prefill step, `requests` of a decode step, `logprobs` of both, `updates` of the device's state before
+    a step. `max_draws`: most tokens that a request draws in one decode step.
     """
 
     tokens: tuple[int, ...]
-    prefill_requests: tuple[int, ...]
     requests: tuple[int, ...]
     logprobs: tuple[int, ...]
+    updates: tuple[int, ...]
+    max_draws: int
     max_blocks: int
     num_rows: int
     """Rows of the device's state, the one of padding included."""
@@ -39,16 +53,31 @@ class Buckets:
     def padding_row(self) -> int:
         return self.num_rows - 1
 
+    def prefill_requests(self, num_tokens: int) -> tuple[int, ...]:
+        """Padded numbers of requests in a prefill step of that many tokens.
+
+        Coarse: a request costs a row of logits, less than half of what a token costs, where there are many tokens.
+        """
+        most = self.requests[-1]
+        sizes, size = [], max(_MIN_REQUESTS, num_tokens // 64)
+        while size < min(most, num_tokens):
+            sizes.append(size)
+            size *= 4
+        return (*sizes, min(most, max(num_tokens, _MIN_REQUESTS)))
+
 
 def make_buckets(config: EngineConfig) -> Buckets:
     """Buckets of a resolved config: requests 2, 4, 8, 12, 16, 24, 32, … (at most a third of padding), tokens alike."""
     assert config.max_model_len is not None and isinstance(config.block_size, int)
     most_requests = max(min(config.max_num_seqs, config.max_num_batched_tokens), _MIN_REQUESTS)
+    max_draws = MOST_DRAWS if config.num_decode_steps == "auto" else config.num_decode_steps
+    most_new_blocks = most_requests + (config.max_num_batched_tokens + most_requests * max_draws) // config.block_size
     return Buckets(
         tokens=_sizes(16, max(config.max_num_batched_tokens, 16)),
-        prefill_requests=(*(size for size in (2, 8, 32, 128) if size < most_requests), most_requests),
         requests=(*(size for size in (2, 4, *_sizes(8, most_requests)) if size < most_requests), most_requests),
         logprobs=tuple(sorted({min(20, config.max_logprobs), config.max_logprobs})),
+        updates=_update_sizes(max(config.max_num_seqs, most_new_blocks)),
+        max_draws=max_draws,
         max_blocks=blocks_for(config.max_model_len, config.block_size),
         num_rows=config.max_num_seqs + 1,
     )
@@ -61,6 +90,14 @@ def _sizes(least: int, most: int) -> tuple[int, ...]:
         sizes += [size, size * 3 // 2]
         size *= 2
     return (*(s for s in sizes if s < most), most)
+
+
+def _update_sizes(most: int) -> tuple[int, ...]:
+    """8, 64, 512, … up to one that holds `most`: few shapes matter more than padding for arrays this small."""
+    sizes = [8]
+    while sizes[-1] < most:
+        sizes.append(8 * sizes[-1])
+    return tuple(sizes)
 
 
 def pick_bucket(size: int, buckets: Sequence[int], what: str) -> int:
@@ -76,17 +113,22 @@ def build(step: ScheduledStep, buckets: Buckets, scratch_block: int) -> StepInpu
     requests = step.requests
     is_decode = all(r.num_scheduled_tokens == 1 for r in requests)
     num_requests, num_tokens = len(requests), step.num_scheduled_tokens
-    b = pick_bucket(num_requests, buckets.requests if is_decode else buckets.prefill_requests, "requests")
-    t = b if is_decode else pick_bucket(num_tokens, buckets.tokens, "tokens")
+    if is_decode:
+        t = b = pick_bucket(num_requests, buckets.requests, "requests")
+    else:
+        t = pick_bucket(num_tokens, buckets.tokens, "tokens")
+        b = pick_bucket(num_requests, buckets.prefill_requests(t), "requests")
 
     token_t = np.zeros(t, np.int32)
     row_b = np.full(b, buckets.padding_row, np.int32)
     query_start_b1 = np.full(b + 1, num_tokens, np.int32)
     context_len_b = np.zeros(b, np.int32)
-    token_t[:num_tokens] = np.concatenate([np.asarray(r.token_ids, np.int32) for r in requests])
+    num_draws_b = np.zeros(b, np.int32)
+    token_t[:num_tokens] = np.fromiter(itertools.chain.from_iterable(r.token_ids for r in requests), np.int32)
     row_b[:num_requests] = [r.row for r in requests]
     query_start_b1[:num_requests] = np.cumsum([0, *(r.num_scheduled_tokens for r in requests[:-1])])
     context_len_b[:num_requests] = [r.start + r.num_scheduled_tokens for r in requests]
+    num_draws_b[:num_requests] = [r.num_draws for r in requests]
 
     asked = [r.num_logprobs for r in requests if r.num_logprobs is not None]
     most_logprobs = buckets.logprobs[-1] if -1 in asked else max(asked, default=0)
@@ -98,10 +140,12 @@ def build(step: ScheduledStep, buckets: Buckets, scratch_block: int) -> StepInpu
         context_len_b=context_len_b,
         num_requests=num_requests,
         num_tokens=num_tokens,
-        num_logprobs=pick_bucket(most_logprobs, buckets.logprobs, "logprobs") if asked else None,
+        num_draws_b=num_draws_b,
+        has_logprobs=bool(asked),
+        num_logprobs=pick_bucket(most_logprobs, buckets.logprobs, "logprobs"),
         row_updates=_row_updates(step, buckets, scratch_block),
-        block_updates=_block_updates(step),
-        copies=_copies(step),
+        block_updates=_block_updates(step, buckets),
+        copies=_copies(step, buckets),
     )
 
 
@@ -110,10 +154,12 @@ def _row_updates(step: ScheduledStep, buckets: Buckets, scratch_block: int) -> R
     rows = [*step.started, *(replace(_NOBODY, row=row) for row in step.released)]
     if not rows:
         return None
-    rows += [_NOBODY] * (_update_bucket(len(rows)) - len(rows))
+    rows += [_NOBODY] * (pick_bucket(len(rows), buckets.updates, "rows") - len(rows))
     page_table_up = np.full((len(rows), buckets.max_blocks), scratch_block, np.int32)
+    stop_id_us = np.full((len(rows), MAX_STOP_IDS), NOT_DRAWN, np.int32)
     for u, row in enumerate(rows):
         page_table_up[u, : len(row.block_ids)] = row.block_ids
+        stop_id_us[u, : len(row.stop_ids)] = row.stop_ids
     return RowUpdates(
         row_u=np.array([r.row for r in rows], np.int32),
         page_table_up=page_table_up,
@@ -123,10 +169,11 @@ def _row_updates(step: ScheduledStep, buckets: Buckets, scratch_block: int) -> R
         top_k_u=np.array([r.top_k for r in rows], np.int32),
         top_p_u=np.array([r.top_p for r in rows], np.float32),
         min_p_u=np.array([r.min_p for r in rows], np.float32),
+        stop_id_us=stop_id_us,
     )
 
 
-def _block_updates(step: ScheduledStep) -> BlockUpdates | None:
+def _block_updates(step: ScheduledStep, buckets: Buckets) -> BlockUpdates | None:
     started = {row.row for row in step.started}
     entries = [
         (r.row, r.first_new_block + i, block_id)
@@ -136,22 +183,15 @@ def _block_updates(step: ScheduledStep) -> BlockUpdates | None:
     ]
     if not entries:
         return None
-    entries += [(DROPPED, 0, 0)] * (_update_bucket(len(entries)) - len(entries))
+    entries += [(DROPPED, 0, 0)] * (pick_bucket(len(entries), buckets.updates, "new blocks") - len(entries))
     row_w, column_w, block_w = np.array(entries, np.int32).T
     return BlockUpdates(row_w=row_w, column_w=column_w, block_w=block_w)
 
 
-def _copies(step: ScheduledStep) -> BlockCopies | None:
+def _copies(step: ScheduledStep, buckets: Buckets) -> BlockCopies | None:
     if not step.copies:
         return None
-    pairs = [*step.copies, *[(0, DROPPED)] * (_update_bucket(len(step.copies)) - len(step.copies))]
+    num_padded = pick_bucket(len(step.copies), buckets.updates, "copied blocks")
+    pairs = [*step.copies, *[(0, DROPPED)] * (num_padded - len(step.copies))]
     source_c, target_c = np.array(pairs, np.int32).T
     return BlockCopies(source_c=source_c, target_c=target_c)
-
-
-def _update_bucket(size: int) -> int:
-    """8, 64, 512, …: few shapes matter more than padding for arrays this small."""
-    bucket = 8
-    while bucket < size:
-        bucket *= 8
-    return bucket

@@ -101,7 +101,8 @@ class EngineConfig:
     """The engine's settings. "auto" and None are turned into values by `resolve`."""
 
     dtype: str = "auto"
-    """float32, float16 or bfloat16; auto: float32 on a CPU, elsewhere the checkpoint's 16-bit type."""
+    """float32, float16 or bfloat16; auto: on a CPU bfloat16 where its instructions and this version of jax make that
+    faster than float32; elsewhere the checkpoint's 16-bit type."""
     seed: int = 0
     """Where the seeds of requests without one come from; also of random weights."""
     block_size: int | Literal["auto"] = "auto"
@@ -129,12 +130,16 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     """auto: K and V have the engine's dtype."""
     quantization: str | None = None
-    """None: weights are used as they are."""
+    """int8: matrices in int8 with a float32 scale per output channel, activations quantized per token on the way; None:
+    weights are used as they are."""
     max_logprobs: int = 20
     """Most logprobs that a request may ask for; -1: the whole vocabulary."""
     warmup: str = "auto"
-    """full: compile all steps at the start, but for those with logprobs; lazy: each when first needed; auto: lazy on a
-    CPU, else full."""
+    """full: compile all steps at the start; lazy: each when first needed; strict: full, and a step that was not
+    compiled at the start is an error; auto: lazy on a CPU, else full."""
+    num_decode_steps: int | Literal["auto"] = "auto"
+    """Decode steps in one call of the device while no request waits; auto: as many, up to 8, as it takes for the
+    device to have work while the host does its own."""
     native_kernels: str | bool = "auto"
     """auto: none yet."""
 
@@ -149,6 +154,8 @@ class EngineConfig:
             raise ValueError("max_model_len=1 leaves no room for a prompt token and a generated one; give 2 or more")
         if self.block_size != "auto":
             _check_int("block_size", self.block_size, 1)
+        if self.num_decode_steps != "auto":
+            _check_int("num_decode_steps", self.num_decode_steps, 1)
         _check_int("seed", self.seed, -(2**63))
         if self.seed >= 2**64:
             raise ValueError(f"seed={self.seed} does not fit 64 bits")
@@ -171,7 +178,7 @@ class EngineConfig:
     def _check_choices(self):
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("load_format", self.load_format, ("auto", "safetensors", "gguf", "orbax", "dummy"))
-        _check_choice("warmup", self.warmup, ("auto", "lazy", "full"))
+        _check_choice("warmup", self.warmup, ("auto", "lazy", "full", "strict"))
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be True or False")
         if self.attention_backend in ("pallas_tpu", "pallas_gpu", "mosaic_gpu"):
@@ -181,8 +188,7 @@ class EngineConfig:
             raise ValueError(
                 f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported yet; K and V have the engine's dtype ('auto')"
             )
-        if self.quantization is not None:
-            raise ValueError(f"quantization={self.quantization!r} is not supported yet; leave it None")
+        _check_choice("quantization", self.quantization, (None, "int8"))
         if self.native_kernels != "auto":
             raise ValueError(f"native_kernels={self.native_kernels!r} is not supported yet; leave it 'auto'")
 
@@ -211,10 +217,10 @@ def resolve(engine: EngineConfig, model: ModelConfig, device: DeviceFacts) -> En
 
 
 def _auto_dtype(model: ModelConfig, device: DeviceFacts) -> str:
-    """float32 on a CPU; elsewhere the checkpoint's 16-bit dtype, bfloat16 for float32 checkpoints,
-    float16 where bfloat16 is not native."""
+    """On a CPU bfloat16 where that is faster than float32; elsewhere the checkpoint's 16-bit dtype, bfloat16 for
+    float32 checkpoints, float16 where bfloat16 is not native."""
     if device.platform == "cpu":
-        return "float32"
+        return "bfloat16" if device.has_native_bf16 else "float32"
     if not device.has_native_bf16:
         return "float16"
     return model.dtype if model.dtype != "float32" else "bfloat16"
@@ -236,6 +242,6 @@ def _check_number(name: str, value: Any):
         raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
 
 
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]):
+def _check_choice(name: str, value: Any, choices: tuple[str | None, ...]):
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, choices))}")

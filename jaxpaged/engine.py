@@ -1,19 +1,21 @@
 """The engine: text in, text out. The only file that knows scheduler and runner.
 
-A step: `Scheduler.schedule` says what to compute, `batch.build` makes arrays of it, `Runner.execute` runs them,
-`Scheduler.update` takes the tokens drawn, detokenizers make text of them.
+A step: `Scheduler.schedule` says what to compute, `batch.build` makes arrays of it, `Runner.launch` starts it. When it
+is done, `Scheduler.update` takes the tokens drawn and detokenizers make text of them, while the next step runs.
 """
 
 import itertools
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.profiler import TraceAnnotation
 from tqdm import tqdm
 
 from jaxpaged import batch, memory
@@ -21,11 +23,13 @@ from jaxpaged.checkpoints import ModelSource, load_weights, open_model
 from jaxpaged.config import EngineConfig, ModelConfig, resolve
 from jaxpaged.memory import MemoryReport
 from jaxpaged.models.weights import param_specs, weight_bytes
-from jaxpaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from jaxpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxpaged.request import Request
 from jaxpaged.runner import Runner, StepCompiler, device_facts, largest_shape, use_compilation_cache
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.scheduler import Scheduler
+from jaxpaged.step_data import NOT_DRAWN, ScheduledStep, StepOutput
+from jaxpaged.steps import Drawn
 from jaxpaged.tokenizer import Detokenizer, Tokenizer, decode_token, encode, encode_chat, load_tokenizer
 
 logger = logging.getLogger("jaxpaged")
@@ -33,6 +37,19 @@ logger = logging.getLogger("jaxpaged")
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _WEIGHTS_VERSION = 0
+
+_MAX_IN_FLIGHT = 2
+"""Steps launched and not digested: one runs, the next waits for it on the device, the host works on what is around."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launched:
+    """A step in flight: what was scheduled, what it will have drawn, and what is known of it for the statistics."""
+
+    scheduled: ScheduledStep
+    drawn: Drawn
+    record: dict[str, Any]
+    time: float
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -85,7 +102,7 @@ class Engine:
         if swap_warning:
             logger.warning(swap_warning)
         self._tokenizer = _load_tokenizer(tokenizer, source)
-        weights = load_weights(source, config.dtype, seed=config.seed)
+        weights = load_weights(source, config.dtype, config.quantization, seed=config.seed)
         self.config = self._size_pool(given, config, facts, weights)
         self._facts = facts
         self._buckets = batch.make_buckets(self.config)
@@ -102,10 +119,13 @@ class Engine:
             ("num_steps", "num_prompt_tokens", "num_generated_tokens", "num_finished", "num_scheduled_tokens",
              "num_padded_tokens", "peak_blocks_used"), 0,
         )  # fmt: skip
+        self._in_flight: deque[_Launched] = deque()
+        self._num_draws = 1 if self.config.num_decode_steps == "auto" else self.config.num_decode_steps
+        self._last_digest_time = 0.0
         self._last_step: dict[str, Any] = {}
         logger.info(
             "%s in %s on %s (%s, %d cores, jax %s)\n%s",
-            source.name, self.config.dtype, facts.kind, facts.platform, facts.num_cores, facts.jax_version,
+            source.name, self._weights_in_words(), facts.kind, facts.platform, facts.num_cores, facts.jax_version,
             self.memory_report(),
         )  # fmt: skip
 
@@ -188,7 +208,11 @@ class Engine:
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step; one output for each request that got tokens or finished. Empty when there is nothing to do."""
+        """Waits for a step; one output for each request that got tokens or finished. Empty when there is nothing to do.
+
+        The next step runs already when this returns: what ends a request early (a stop token or string, an abort) is
+        seen one step late, and what was drawn beyond it is dropped.
+        """
         self._step()
         undelivered, self._undelivered = self._undelivered, {}
         return [output for outputs in undelivered.values() for output in outputs]
@@ -253,7 +277,7 @@ class Engine:
         return MemoryReport(
             limit=self._facts.memory_limit,
             total=self._facts.total_memory if self._facts.platform != "cpu" else self._facts.memory_limit,
-            weights=weight_bytes(param_specs(self.model_config, config.dtype)),
+            weights=weight_bytes(param_specs(self.model_config, config.dtype, config.quantization)),
             kv_pool=runner.kv_bytes,
             temporaries=runner.compiler.temporaries,
             state=runner.compiler.state_bytes,
@@ -280,6 +304,7 @@ class Engine:
         if self._runner is not None:
             for request_id in list(self._groups):
                 self.abort(request_id)
+            self._in_flight.clear()
             self._runner.close()
             self._runner = None
 
@@ -290,6 +315,10 @@ class Engine:
         self.close()
 
     # ---- parts of the above
+
+    def _weights_in_words(self) -> str:
+        dtype, quantization = self.config.dtype, self.config.quantization
+        return dtype if quantization is None else f"{quantization} weights and {dtype}"
 
     @property
     def _live_runner(self) -> Runner:
@@ -310,7 +339,7 @@ class Engine:
             config,
             self.model_config,
             facts,
-            weights=weight_bytes(param_specs(self.model_config, config.dtype)),
+            weights=weight_bytes(param_specs(self.model_config, config.dtype, config.quantization)),
             temporaries=temporaries,
             state=state,
         )
@@ -464,45 +493,53 @@ class Engine:
             raise ValueError(f"{type(self._tokenizer).__name__}.decode cannot take the prompt: {error}") from error
 
     def _step(self):
-        """Runs one step and leaves what there is to tell in `_undelivered`."""
-        runner, start = self._live_runner, time.perf_counter()
-        scheduled = self._scheduler.schedule()
-        if scheduled is None:
-            return
+        """Keeps steps in flight, waits for the oldest, and leaves what there is to tell of it in `_undelivered`."""
+        runner = self._live_runner
         try:
-            inputs = batch.build(scheduled, self._buckets, runner.scratch_block)
-            launched = time.perf_counter()
-            step_output = runner.execute(inputs)
+            while len(self._in_flight) < _MAX_IN_FLIGHT and self._launch(runner):
+                pass
+            if not self._in_flight:
+                return
+            launched, start = self._in_flight.popleft(), time.perf_counter()
+            with TraceAnnotation("wait"):
+                output = runner.wait(launched.drawn)
+            waited = time.perf_counter()
+            with TraceAnnotation("update"):
+                updated = self._scheduler.update(launched.scheduled, output)
         except BaseException:  # Ctrl-C too: nobody knows what the device has written
+            self._in_flight.clear()
             self._scheduler.rewind()
+            runner.reset()
             raise
-        executed = time.perf_counter()
-        used = self._scheduler.pool.num_used
-        updated = self._scheduler.update(scheduled, step_output)
-        groups = dict.fromkeys(map(self._group_of, updated))
-        for request in updated:
-            self._detokenize(request)
-        for group in groups:
-            self._tell(group)
+        digested = time.perf_counter()
+        with TraceAnnotation("detokenize"):
+            request_to_num_tokens = self._tell_of(updated)
+        end = time.perf_counter()
+        times = {"wait_s": waited - start, "update_s": digested - waited, "detokenize_s": end - digested}
+        self._count(launched, output, request_to_num_tokens, times, end)
 
-        self._totals["num_steps"] += 1
-        self._totals["num_generated_tokens"] += len(updated)
-        self._totals["num_scheduled_tokens"] += inputs.num_tokens
-        self._totals["num_padded_tokens"] += len(inputs.token_t)
-        self._totals["peak_blocks_used"] = max(self._totals["peak_blocks_used"], used)
-        self._last_step = self._step_record(scheduled, len(inputs.token_t), updated) | {
-            "time": time.monotonic() - self._start_time,
-            "duration_s": time.perf_counter() - start,
-            "schedule_s": launched - start,
-            "execute_s": executed - launched,
-        }
+    def _launch(self, runner: Runner) -> bool:
+        """Starts the next step. False when there is none, or none before the steps in flight are done."""
+        start = time.perf_counter()
+        with TraceAnnotation("schedule"):
+            scheduled = self._scheduler.schedule(self._num_draws)
+            if scheduled is None:
+                return False
+            inputs = batch.build(scheduled, self._buckets, runner.scratch_block)
+        built = time.perf_counter()
+        with TraceAnnotation("launch"):
+            drawn = runner.launch(inputs)
+        end = time.perf_counter()
+        record = self._record(scheduled, len(inputs.token_t)) | {"schedule_s": built - start, "launch_s": end - built}
+        self._in_flight.append(_Launched(scheduled, drawn, record, start))
+        return True
 
-    def _step_record(self, scheduled, num_padded: int, updated: list[Request]) -> dict[str, Any]:
+    def _record(self, scheduled: ScheduledStep, num_padded: int) -> dict[str, Any]:
+        """What is known of a step when it is launched."""
         prefills = [r for r in scheduled.requests if r.is_prefill]
         num_prefill_tokens = sum(r.num_scheduled_tokens for r in prefills)
         pool = self._scheduler.pool
         return {
-            "step": self._totals["num_steps"],
             "num_requests": len(scheduled.requests),
             "num_prefill_requests": len(prefills),
             "num_decode_requests": len(scheduled.requests) - len(prefills),
@@ -512,35 +549,93 @@ class Engine:
             "num_waiting": len(self._scheduler.waiting),
             "num_running": len(self._scheduler.running),
             "num_preempted": scheduled.num_preempted,
-            "num_finished": sum(request.is_finished for request in updated),
             "blocks_used": pool.num_used,
             "blocks_cached": pool.num_cached,
             "blocks_free": pool.num_blocks - pool.num_used - pool.num_cached,
         }
 
+    def _count(
+        self, launched: _Launched, output: StepOutput, request_to_num_tokens: dict[Request, int], times, end: float
+    ):
+        """Enters a digested step into the counters, and chooses how many decode steps the next calls take.
+
+        Padded tokens are those of all decode steps that ran; tokens drawn beyond a request's end are waste as well.
+        """
+        record, scheduled = launched.record, launched.scheduled
+        num_new_tokens = sum(request_to_num_tokens.values())
+        num_drawing = sum(r.num_draws > 0 for r in scheduled.requests)
+        num_draws = int((output.token_id_ib != NOT_DRAWN).any(axis=1).sum())
+        self._totals["num_steps"] += 1
+        self._totals["num_generated_tokens"] += num_new_tokens
+        self._totals["num_scheduled_tokens"] += scheduled.num_scheduled_tokens - num_drawing + num_new_tokens
+        self._totals["num_padded_tokens"] += record["padded_tokens"] * num_draws
+        self._totals["peak_blocks_used"] = max(self._totals["peak_blocks_used"], record["blocks_used"])
+        self._last_step = (
+            record
+            | times
+            | {
+                "step": self._totals["num_steps"],
+                "num_decode_steps": num_draws,
+                "num_finished": sum(request.is_finished for request in request_to_num_tokens),
+                "time": time.monotonic() - self._start_time,
+                "duration_s": end - max(self._last_digest_time, launched.time),
+            }
+        )
+        self._last_digest_time = end
+        if self.config.num_decode_steps == "auto":
+            self._pace(self._last_step)
+
+    def _pace(self, step: dict[str, Any]):
+        """More decode steps a call where the device waits for the host, fewer where the host has time to spare."""
+        host_s = step["schedule_s"] + step["launch_s"] + step["update_s"] + step["detokenize_s"]
+        if step["wait_s"] < host_s / 4:
+            self._num_draws = min(2 * self._num_draws, batch.MOST_DRAWS)
+        elif step["wait_s"] > 4 * host_s:
+            self._num_draws = max(self._num_draws // 2, 1)
+
     def _group_of(self, request: Request) -> _Group:
         return self._groups[request.id if request.parent_id is None else request.parent_id]
 
-    def _detokenize(self, request: Request):
-        """Adds the new token's text; a stop string in it ends the request, a tokenizer that fails ends its group."""
+    def _tell_of(self, updated: list[tuple[Request, int]]) -> dict[Request, int]:
+        """Makes text of new tokens, keeps what is to be told of their requests, returns how many tokens each keeps."""
+        groups = dict.fromkeys(self._group_of(request) for request, _ in updated)
+        kept = {request: self._detokenize(request, num_tokens) for request, num_tokens in updated}
+        for group in groups:
+            self._tell(group)
+        return kept
+
+    def _detokenize(self, request: Request, num_tokens: int) -> int:
+        """Adds the text of the last `num_tokens`; returns how many of them are kept.
+
+        A stop string ends the request at its token, a tokenizer that fails ends the request's group.
+        """
         group = self._group_of(request)
         detokenizer = group.detokenizers[request.child]
-        try:
-            if request.logprobs and self._tokenizer is not None:
-                for token_id, logprob in request.logprobs[-1].items():
-                    text = decode_token(self._tokenizer, token_id)
-                    request.logprobs[-1][token_id] = replace(logprob, decoded_token=text)
-            if detokenizer is None:
-                return
-            stop = detokenizer.append(request.token_ids[-1:], ended_by_token=request.is_ended_by_token)
-        except Exception as error:  # the caller's tokenizer has exceptions of its own; other requests go on
-            group.error = f"{type(self._tokenizer).__name__}.decode cannot take {request.token_ids[-1:]}: {error}"
-            self._finish(group)
-            return
-        if stop is not None:
-            request.finish_reason, request.stop_reason = "stop", stop
-            if not request.is_finished:
-                self._scheduler.finish(request)
+        num_known = len(request.token_ids)
+        for i in range(num_known - num_tokens, num_known):
+            token_ids = request.token_ids[i : i + 1]
+            try:
+                if request.logprobs and self._tokenizer is not None:
+                    self._decode_logprobs(request.logprobs[i - request.num_prompt_tokens])
+                if detokenizer is None:
+                    continue
+                is_end = request.is_ended_by_token and i == num_known - 1
+                stop = detokenizer.append(token_ids, ended_by_token=is_end)
+            except Exception as error:  # the caller's tokenizer has exceptions of its own; other requests go on
+                group.error = f"{type(self._tokenizer).__name__}.decode cannot take {token_ids}: {error}"
+                self._finish(group)
+                break
+            if stop is not None:
+                request.stop_at(i + 1, stop)
+                if not request.is_finished:
+                    self._scheduler.finish(request)
+                break
+        return num_tokens - num_known + len(request.token_ids)
+
+    def _decode_logprobs(self, token_id_to_logprob: dict[int, Logprob]):
+        for token_id, logprob in token_id_to_logprob.items():
+            text = decode_token(self.get_tokenizer(), token_id)
+            token_id_to_logprob[token_id] = replace(logprob, decoded_token=text)
 
     def _finish(self, group: _Group):
         """Ends all of a group that is not at its end."""

@@ -27,6 +27,8 @@ _LEGAL_MOVES = {
 class Request:
     """The scheduler's unit. `num_computed_tokens` chases `num_tokens`; there are no phases.
 
+    `token_ids` are the tokens known, of the prompt and drawn; `num_in_flight` more are drawn by steps whose outputs
+    the host has not seen. At most the last of all these tokens waits to be computed while any is in flight.
     `arrival` orders requests: a smaller number came first. `max_tokens` is already cut to the room that
     max_model_len leaves. `block_ids[i]` holds the K and V of tokens [i × block_size, (i + 1) × block_size);
     `digests[i]` names the content of full block i and is extended as blocks fill.
@@ -45,12 +47,14 @@ class Request:
     siblings: list["Request"] = field(default_factory=list)
 
     status: Status = Status.WAITING
+    num_prompt_tokens: int = field(init=False)
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+    num_indexed_blocks: int = 0
     row: int | None = None
-    is_last_token_on_device: bool = False
+    num_in_flight: int = 0
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
@@ -64,23 +68,21 @@ class Request:
 
     def __post_init__(self):
         self.token_ids = list(self.prompt_token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        self.num_prompt_tokens = len(self.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output tokens known so far."""
-        return len(self.token_ids)
+        """Prompt and output tokens so far, those in flight included."""
+        return len(self.token_ids) + self.num_in_flight
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.prompt_token_ids)
+        """Drawn tokens known so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids[len(self.prompt_token_ids) :]
+        return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def is_finished(self) -> bool:
@@ -93,8 +95,25 @@ class Request:
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """Tokens known and not computed; up to the last prompt token while siblings wait to be forked."""
-        return self.num_tokens - self.num_computed_tokens - (1 if self.siblings else 0)
+        """Tokens not computed yet; up to the last prompt token while siblings wait to be forked.
+
+        The last token that the request can have needs no computing.
+        """
+        num_tokens = len(self.token_ids) + self.num_in_flight
+        if num_tokens - self.num_prompt_tokens == self.max_tokens:
+            return 0
+        return num_tokens - self.num_computed_tokens - (1 if self.siblings else 0)
+
+    @property
+    def num_draws_left(self) -> int:
+        """Tokens that it may still draw beyond those in flight."""
+        return self.num_prompt_tokens + self.max_tokens - len(self.token_ids) - self.num_in_flight
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end it: end of sequence unless ignored, then its own."""
+        eos = () if self.params.ignore_eos else sorted(self.eos_token_ids)
+        return (*eos, *(self.params.stop_token_ids or ()))
 
     def move(self, status: Status):
         """Changes the status; RuntimeError for a move that is not legal."""
@@ -105,7 +124,6 @@ class Request:
     def append(self, token_id: int):
         """Takes a sampled token and sees whether it ends the request: EOS, then stop ids, then length."""
         self.token_ids.append(token_id)
-        self.is_last_token_on_device = True
         if self.first_token_time is None:
             self.first_token_time = time.monotonic()
         if token_id in self.eos_token_ids and not self.params.ignore_eos:
@@ -114,6 +132,13 @@ class Request:
             self.finish_reason, self.stop_reason = "stop", token_id
         elif self.num_output_tokens >= self.max_tokens:
             self.finish_reason = "length"
+
+    def stop_at(self, num_tokens: int, stop: str):
+        """Ends the request for a stop string that was found in its text up to `num_tokens`; drops all tokens after."""
+        del self.token_ids[num_tokens:]
+        del self.logprobs[num_tokens - self.num_prompt_tokens :]
+        self.cumulative_logprob = sum(next(iter(entry.values())).logprob for entry in self.logprobs)
+        self.finish_reason, self.stop_reason = "stop", stop
 
     @property
     def is_ended_by_token(self) -> bool:

@@ -5,8 +5,9 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,19 @@ import psutil
 from tqdm import tqdm
 
 from jaxpaged import steps
-from jaxpaged.batch import Buckets, pick_bucket
+from jaxpaged.batch import Buckets
 from jaxpaged.config import DeviceFacts, EngineConfig, ModelConfig
 from jaxpaged.kv_cache import copy_blocks, make_pool, pool_specs
 from jaxpaged.models.weights import Weights
-from jaxpaged.step_data import StepInputs, StepLogprobs, StepOutput
+from jaxpaged.step_data import (
+    MAX_STOP_IDS,
+    BlockCopies,
+    BlockUpdates,
+    RowUpdates,
+    StepInputs,
+    StepLogprobs,
+    StepOutput,
+)
 
 logger = logging.getLogger("jaxpaged")
 
@@ -39,6 +48,9 @@ def device_facts() -> DeviceFacts:
         # The allocator takes this fraction of the device and reports no more than that.
         total = int(limit / float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")))
     capability = float(getattr(device, "compute_capability", "0") or 0)
+    has_native_bf16 = device.platform == "tpu" or capability >= 8
+    if device.platform == "cpu":
+        has_native_bf16 = cpu_has_native_bf16()
     return DeviceFacts(
         platform=device.platform,
         kind=device.device_kind,
@@ -48,8 +60,23 @@ def device_facts() -> DeviceFacts:
         memory_in_use=in_use,
         host_memory=memory.total,
         jax_version=jax.__version__,
-        has_native_bf16=device.platform == "tpu" or capability >= 8,
+        has_native_bf16=has_native_bf16,
     )
+
+
+def cpu_has_native_bf16() -> bool:
+    """Whether XLA multiplies in bfloat16 faster than in float32 on this CPU.
+
+    Known, not timed, so that one machine always takes one dtype: with jax before 0.11 it is several times slower on
+    every CPU; since then it is about twice as fast where the CPU has instructions for it.
+    """
+    if jax.__version_info__ < (0, 11):
+        return False
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:  # not Linux
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def use_compilation_cache():
@@ -66,18 +93,29 @@ class StepShape:
     is_decode: bool
     num_tokens: int
     num_requests: int
-    num_logprobs: int | None
+    num_logprobs: int
 
     def __str__(self) -> str:
-        kind = (
+        size = (
             f"decode of {self.num_requests}" if self.is_decode else f"prefill of {self.num_tokens}×{self.num_requests}"
         )
-        return kind if self.num_logprobs is None else f"{kind} with {self.num_logprobs} logprobs"
+        return f"{size}, up to {self.num_logprobs} logprobs"
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateShape:
+    """What an update of the device's state before a step is compiled for: its kind and padded size."""
+
+    kind: type[RowUpdates] | type[BlockUpdates] | type[BlockCopies]
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.kind.__name__}"
 
 
 @dataclass(frozen=True, slots=True)
 class CompileRecord:
-    """One compiled step: its shape in words, seconds it took, bytes of its temporaries."""
+    """One compiled step or update: its shape in words, seconds it took, bytes of its temporaries."""
 
     shape: str
     seconds: float
@@ -85,12 +123,17 @@ class CompileRecord:
 
 
 class StepCompiler:
-    """Compiled steps by shape, each made once, and a ledger of them. Works on shapes alone: no array is made."""
+    """Compiled steps and updates by shape, each made once, and a ledger of them.
+
+    Works on shapes alone: no array is made. With warmup="strict" what `compile_all` was not asked for is an error.
+    """
 
     def __init__(self, config: EngineConfig, model: ModelConfig, weights: Weights, buckets: Buckets, num_blocks: int):
         assert isinstance(config.block_size, int)
         self.ledger: list[CompileRecord] = []
-        self._compiled: dict[StepShape, Any] = {}
+        self._compiled: dict[StepShape | UpdateShape, Any] = {}
+        self._is_strict = config.warmup == "strict"
+        self._buckets = buckets
         self._static = {
             "config": model,
             "backend": config.attention_backend,
@@ -112,99 +155,151 @@ class StepCompiler:
         """Bytes of the row state."""
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._state))
 
-    def get(self, shape: StepShape) -> Any:
-        """The step of this shape, compiled now if it has not been."""
+    def compile_all(self, shapes: Iterable[StepShape | UpdateShape]):
+        """Compiles all of them in parallel threads, with a progress bar."""
+        shapes = [shape for shape in shapes if shape not in self._compiled]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for _ in tqdm(pool.map(self.compile, shapes), desc="Compiling steps", total=len(shapes), disable=None):
+                pass
+
+    def get(self, shape: StepShape | UpdateShape) -> Any:
+        """The step or update of this shape, compiled now if it has not been. RuntimeError for that in strict mode."""
         if shape not in self._compiled:
-            start = time.perf_counter()
-            compiled = self.lower(shape).compile()
-            seconds = time.perf_counter() - start
-            temporaries = compiled.memory_analysis().temp_size_in_bytes
-            self.ledger.append(CompileRecord(str(shape), seconds, temporaries))
-            logger.debug("compiled %s in %.2f s", shape, seconds)
-            self._compiled[shape] = compiled
+            if self._is_strict:
+                raise RuntimeError(
+                    f"{shape} was not compiled ahead, and warmup='strict' forbids to compile it now; use warmup='full'"
+                )
+            self.compile(shape)
         return self._compiled[shape]
 
-    def lower(self, shape: StepShape) -> Any:
-        """The step of this shape, lowered from shapes alone."""
-        step = steps.decode_step if shape.is_decode else steps.prefill_step
-        step = functools.partial(step, **self._static, num_logprobs=shape.num_logprobs)
-        int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-        b = shape.num_requests
-        query_start = () if shape.is_decode else (int32((b + 1,)),)
-        arguments = (int32((shape.num_tokens,)), int32((b,)), *query_start, int32((b,)), int32(()))
+    def compile(self, shape: StepShape | UpdateShape):
+        """Compiles what has this shape and enters it in the ledger."""
+        start = time.perf_counter()
+        compiled = self.lower(shape).compile()
+        seconds = time.perf_counter() - start
+        self.ledger.append(CompileRecord(str(shape), seconds, compiled.memory_analysis().temp_size_in_bytes))
+        logger.debug("compiled %s in %.2f s", shape, seconds)
+        self._compiled[shape] = compiled
+
+    def lower(self, shape: StepShape | UpdateShape) -> Any:
+        """What has this shape, lowered from shapes alone."""
+        return self._lower_step(shape) if isinstance(shape, StepShape) else self._lower_update(shape)
+
+    def _lower_step(self, shape: StepShape) -> Any:
+        static = self._static | {"num_logprobs": shape.num_logprobs}
+        b, per_request = shape.num_requests, _int32(shape.num_requests)
+        if shape.is_decode:
+            step = functools.partial(steps.decode_step, **static, max_draws=self._buckets.max_draws)
+            arguments = (per_request, per_request, per_request, per_request)
+        else:
+            step = functools.partial(steps.prefill_step, **static)
+            arguments = (_int32(shape.num_tokens), per_request, _int32(b + 1), per_request, _int32())
+        arguments += (jax.ShapeDtypeStruct((), jnp.bool_),)
         return jax.jit(step, donate_argnums=(1, 2)).lower(self._weights, self._kv, self._state, *arguments)
 
+    def _lower_update(self, shape: UpdateShape) -> Any:
+        size, int32 = shape.size, _int32(shape.size)
+        if shape.kind is RowUpdates:
+            float32 = jax.ShapeDtypeStruct((size,), jnp.float32)
+            tables, seeds = _int32(size, self._buckets.max_blocks), jax.ShapeDtypeStruct((size, 2), jnp.uint32)
+            sampling = (seeds, int32, float32, int32, float32, float32, _int32(size, MAX_STOP_IDS))
+            update, state, arguments = steps.update_rows, self._state, (int32, tables, *sampling)
+        elif shape.kind is BlockUpdates:
+            update, state, arguments = steps.update_blocks, self._state, (int32, int32, int32)
+        else:
+            update, state, arguments = copy_blocks, self._kv, (int32, int32)
+        return jax.jit(update, donate_argnums=0).lower(state, *arguments)
 
-def all_shapes(buckets: Buckets) -> list[StepShape]:
-    """Every shape without log-probabilities that a step can have."""
-    decodes = [StepShape(True, b, b, None) for b in buckets.requests]
-    prefills = [
-        StepShape(False, t, b, None)
-        for t in buckets.tokens
-        for b in buckets.prefill_requests
-        if b <= pick_bucket(min(t, buckets.prefill_requests[-1]), buckets.prefill_requests, "requests")
+
+def _int32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def all_shapes(buckets: Buckets) -> list[StepShape | UpdateShape]:
+    """Every shape that a step can have, and every update of the device's state."""
+    decodes = [(True, b, b) for b in buckets.requests]
+    prefills = [(False, t, b) for t in buckets.tokens for b in buckets.prefill_requests(t)]
+    kinds = (RowUpdates, BlockUpdates, BlockCopies)
+    return [
+        *(StepShape(*sizes, num_logprobs) for num_logprobs in buckets.logprobs for sizes in prefills + decodes),
+        *(UpdateShape(kind, size) for kind in kinds for size in buckets.updates),
     ]
-    return decodes + prefills
 
 
 def largest_shape(buckets: Buckets) -> StepShape:
     """The step with the most temporaries."""
-    return StepShape(False, buckets.tokens[-1], buckets.prefill_requests[-1], buckets.logprobs[-1])
+    most_tokens = buckets.tokens[-1]
+    return StepShape(False, most_tokens, buckets.prefill_requests(most_tokens)[-1], buckets.logprobs[-1])
 
 
 class Runner:
     """Executes steps, in order. `scratch_block` is the block beyond the pool that padding points to."""
 
     def __init__(self, config: EngineConfig, model: ModelConfig, weights: Weights, buckets: Buckets):
-        assert config.num_device_blocks is not None and isinstance(config.block_size, int)
+        assert config.num_device_blocks is not None
         self.scratch_block = config.num_device_blocks
         self.weights = weights
         self.compiler = StepCompiler(config, model, weights, buckets, config.num_device_blocks)
-        self._kv = make_pool(model, config.num_device_blocks, config.block_size, config.dtype)
-        self._state = steps.make_row_state(buckets.num_rows, buckets.max_blocks, self.scratch_block)
-        self._update_rows = jax.jit(steps.update_rows, donate_argnums=0)
-        self._update_blocks = jax.jit(steps.update_blocks, donate_argnums=0)
-        self._copy_blocks = jax.jit(copy_blocks, donate_argnums=0)
-        if config.warmup == "full":
-            for shape in tqdm(all_shapes(buckets), desc="Compiling steps", disable=None):
-                self.compiler.get(shape)
+        self._config, self._model, self._buckets = config, model, buckets
+        self._make_state()
+        if config.warmup in ("full", "strict"):
+            self.compiler.compile_all(all_shapes(buckets))
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the pool, scratch block included."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._kv))
 
-    def execute(self, inputs: StepInputs) -> StepOutput:
-        """Brings the row state up to date, copies blocks, runs the step, and waits for what it drew."""
+    def launch(self, inputs: StepInputs) -> steps.Drawn:
+        """Brings the row state up to date, copies blocks and starts the step. What it draws is to be waited for.
+
+        Does not wait: steps run one after another on the device, and their outputs come to the host by themselves.
+        """
         shape = StepShape(inputs.is_decode, len(inputs.token_t), len(inputs.row_b), inputs.num_logprobs)
         step = self.compiler.get(shape)
         if inputs.copies is not None:
-            self._kv = self._copy_blocks(self._kv, inputs.copies.source_c, inputs.copies.target_c)
-        if inputs.row_updates is not None:
-            self._state = _apply(self._update_rows, self._state, inputs.row_updates)
-        if inputs.block_updates is not None:
-            self._state = _apply(self._update_blocks, self._state, inputs.block_updates)
-        query_start = () if inputs.is_decode else (inputs.query_start_b1,)
-        output, self._kv, self._state = step(
-            self.weights,
-            self._kv,
-            self._state,
-            inputs.token_t,
-            inputs.row_b,
-            *query_start,
-            inputs.context_len_b,
-            np.int32(inputs.num_requests),
-        )
-        if inputs.num_logprobs is None:
-            return StepOutput(token_id_b=np.asarray(output))
-        token_b, logprobs = jax.device_get(output)
-        return StepOutput(token_id_b=token_b, logprobs=StepLogprobs(*logprobs))
+            self._kv = self._updated(self._kv, inputs.copies)
+        for updates in (inputs.row_updates, inputs.block_updates):
+            if updates is not None:
+                self._state = self._updated(self._state, updates)
+        arguments = (inputs.token_t, inputs.row_b)
+        if inputs.is_decode:
+            arguments += (inputs.context_len_b, inputs.num_draws_b)
+        else:
+            arguments += (inputs.query_start_b1, inputs.context_len_b, np.int32(inputs.num_requests))
+        arguments += (np.bool_(inputs.has_logprobs),)
+        drawn, self._kv, self._state = step(self.weights, self._kv, self._state, *arguments)
+        if not inputs.has_logprobs:
+            drawn = replace(drawn, logprobs=None)
+        for array in jax.tree.leaves(drawn):
+            array.copy_to_host_async()
+        return drawn
+
+    def wait(self, drawn: steps.Drawn) -> StepOutput:
+        """What a step has drawn, when it is done. Raises what went wrong on the device."""
+        token_id_ib, logprobs = jax.device_get((drawn.token_ib, drawn.logprobs))
+        return StepOutput(token_id_ib=token_id_ib, logprobs=None if logprobs is None else StepLogprobs(*logprobs))
+
+    def reset(self):
+        """Makes pool and row state anew, after a step that failed or may not have run: K and V are lost."""
+        self._delete(self._kv, self._state)
+        self._make_state()
 
     def close(self):
         """Gives the device memory back at once."""
-        for array in jax.tree.leaves((self.weights, self._kv, self._state)):
-            array.delete()
+        self._delete(self.weights, self._kv, self._state)
 
+    def _make_state(self):
+        config, buckets = self._config, self._buckets
+        assert isinstance(config.block_size, int)
+        self._kv = make_pool(self._model, self.scratch_block, config.block_size, config.dtype)
+        self._state = steps.make_row_state(buckets.num_rows, buckets.max_blocks, self.scratch_block)
 
-def _apply(update: Callable, state: steps.RowState, values: Any) -> steps.RowState:
-    return update(state, *(getattr(values, name) for name in values.__slots__))
+    def _delete(self, *trees: Any):
+        for array in jax.tree.leaves(trees):
+            if not array.is_deleted():  # a step that failed has taken what it was given, and given nothing back
+                array.delete()
+
+    def _updated(self, state: Any, updates: RowUpdates | BlockUpdates | BlockCopies) -> Any:
+        values = [getattr(updates, name) for name in updates.__slots__]
+        return self.compiler.get(UpdateShape(type(updates), len(values[0])))(state, *values)

@@ -5,6 +5,10 @@ In each step running requests with one token left get it first, then unfinished 
 waiting requests are admitted, all within the token budget. Where blocks run out, the request that arrived last is
 preempted: it gives its blocks back and is computed again later. The oldest request can take blocks from all others,
 so that every step makes progress.
+
+Steps may be scheduled before the outputs of earlier ones are known: `update` takes outputs in the order in which
+steps were scheduled. Until then a request counts its draws in flight as tokens, whose values the device has. What
+ends a request early is thus seen late, and what was drawn beyond the end is dropped.
 """
 
 import bisect
@@ -16,7 +20,15 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.memory import blocks_for
 from jaxpaged.outputs import Logprob
 from jaxpaged.request import Request, Status
-from jaxpaged.step_data import ON_DEVICE, ScheduledRequest, ScheduledStep, StartedRow, StepOutput
+from jaxpaged.step_data import (
+    MAX_STOP_IDS,
+    NOT_DRAWN,
+    ON_DEVICE,
+    ScheduledRequest,
+    ScheduledStep,
+    StartedRow,
+    StepOutput,
+)
 
 
 class _Plan:
@@ -24,9 +36,8 @@ class _Plan:
 
     def __init__(self, budget: int):
         self.budget = budget
-        self.scheduled: dict[str, ScheduledRequest] = {}
-        self.started: dict[int, Request] = {}
-        self.copies: list[tuple[int, int]] = []
+        self.scheduled: dict[Request, ScheduledRequest] = {}
+        self.most_draws = 1
         self.num_preempted = 0
         self.has_stalled = False
 
@@ -44,7 +55,11 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self._digest_context = digest_context
         self._free_rows = list(range(config.max_num_seqs))
+        # What the device does not know yet: the next step tells it.
+        self._started: dict[int, Request] = {}
         self._released: set[int] = set()
+        self._copies: list[tuple[int, int]] = []
+        self._in_flight: deque[list[Request]] = deque()
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
@@ -116,46 +131,71 @@ class Scheduler:
 
     # ---- a step
 
-    def schedule(self) -> ScheduledStep | None:
-        """The next step; None when there is nothing to compute."""
+    def schedule(self, most_draws: int = 1) -> ScheduledStep | None:
+        """The next step; None when there is nothing to compute before the outputs of steps in flight are known.
+
+        Where it has decodes alone, nothing waits and blocks are there, each draws up to `most_draws` tokens.
+        """
         if not self.has_unfinished():
             return None
         plan = _Plan(self.config.max_num_batched_tokens)
-        for request in list(self.running):
-            self._fork(plan, request)
-        decodes = [r for r in self.running if r.num_tokens_to_compute == 1]
-        prefills = [r for r in self.running if r.num_tokens_to_compute > 1]
+        for request in [r for r in self.running if r.siblings]:
+            self._fork(request)
+        decodes, prefills = [], []
+        for request in self.running:
+            num_tokens = request.num_tokens_to_compute
+            if num_tokens > 0:
+                (decodes if num_tokens == 1 else prefills).append(request)
+        if most_draws > 1 and not prefills and not self.waiting and self._has_blocks_for(decodes, most_draws):
+            plan.most_draws = most_draws
         self._schedule_running(plan, decodes + prefills)
         self._admit(plan)
         if not plan.scheduled:
+            if self._in_flight:
+                return None
             raise RuntimeError(
                 f"nothing could be scheduled: {len(self.running)} running, {len(self.waiting)} waiting, "
                 f"{self.pool.num_available} of {self.pool.num_blocks} blocks available"
             )
         return self._commit(plan)
 
-    def update(self, step: ScheduledStep, output: StepOutput) -> list[Request]:
-        """Appends the drawn tokens, ends requests that are at their end; returns those that got a token."""
+    def update(self, step: ScheduledStep, output: StepOutput) -> list[tuple[Request, int]]:
+        """Appends the tokens drawn by the oldest step in flight, and ends requests that are at their end.
+
+        Returns the requests that got tokens, each with their number. Draws of a request that has ended are dropped.
+        """
         updated = []
-        for i, scheduled in enumerate(step.requests):
-            request = self.requests.get(scheduled.request_id)
-            if request is None or not scheduled.samples:
+        drawn = output.token_id_ib.T.tolist()
+        for i, (scheduled, request) in enumerate(zip(step.requests, self._in_flight.popleft(), strict=True)):
+            if request.status is Status.FINISHED or not scheduled.num_draws:
                 continue
-            token_id = int(output.token_id_b[i])
-            if scheduled.num_logprobs is not None:
-                _append_logprobs(request, token_id, output, i, scheduled.num_logprobs)
-            request.append(token_id)
+            request.num_in_flight -= scheduled.num_draws
+            num_known = len(request.token_ids)
+            for draw in range(scheduled.num_draws):
+                if drawn[i][draw] == NOT_DRAWN:
+                    raise RuntimeError(f"request {request.id} is not at its end, but the device stopped drawing")
+                if scheduled.num_logprobs is not None:
+                    _append_logprobs(request, output, draw, i, scheduled.num_logprobs)
+                request.append(drawn[i][draw])
+                if request.finish_reason is not None:
+                    break
+            self._index_full_blocks(request)
             if request.finish_reason is not None:
                 self.finish(request)
-            updated.append(request)
+            updated.append((request, len(request.token_ids) - num_known))
         return updated
 
     def rewind(self):
-        """After a step that may not have run: forgets all K and V, and running requests are computed again."""
+        """After steps that may not have run: forgets all K and V and all draws in flight; running requests are
+        computed again."""
+        self._in_flight.clear()
+        for request in (*self.running, *self.waiting):
+            request.num_in_flight = 0
         plan = _Plan(0)
         while self.running:
             self._preempt(plan, self.running[-1])
         self.pool.reset_index()
+        self._released.update(self._free_rows)
 
     def _schedule_running(self, plan: _Plan, requests: list[Request]):
         for request in requests:
@@ -167,38 +207,49 @@ class Scheduler:
         num_tokens = min(request.num_tokens_to_compute, plan.budget)
         if num_tokens == 0:
             return
-        num_tokens, new_block_ids = self._reserve(plan, request, num_tokens)
-        if num_tokens == 0:
-            plan.has_stalled = True
-            return
-        start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
-        token_ids = tuple(request.token_ids[start:stop])
-        samples = stop == request.num_tokens
-        if samples and num_tokens == 1 and request.is_last_token_on_device:
-            token_ids = (ON_DEVICE,)
+        num_more = min(plan.most_draws, request.num_draws_left) - 1 if plan.most_draws > 1 else 0
+        num_blocks, start = len(request.block_ids), request.num_computed_tokens
+        if start + num_tokens + num_more > num_blocks * self.block_size:
+            num_tokens = self._reserve(plan, request, num_tokens, num_more)
+            if num_tokens == 0:
+                plan.has_stalled = True
+                return
+        stop, num_known = start + num_tokens, len(request.token_ids)
+        num_draws = 1 + num_more if stop == num_known + request.num_in_flight else 0
         plan.budget -= num_tokens
-        plan.scheduled[request.id] = ScheduledRequest(
+        plan.scheduled[request] = ScheduledRequest(
             request_id=request.id,
             row=_row(request),
             start=start,
-            token_ids=token_ids,
-            first_new_block=len(request.block_ids) - len(new_block_ids),
-            new_block_ids=tuple(new_block_ids),
-            samples=samples,
+            token_ids=tuple(request.token_ids[start:stop]) if stop <= num_known else (ON_DEVICE,),
+            first_new_block=num_blocks,
+            new_block_ids=tuple(request.block_ids[num_blocks:]),
+            num_draws=num_draws,
             is_prefill=start < request.num_prompt_tokens,
-            num_logprobs=request.params.logprobs if samples else None,
+            num_logprobs=request.params.logprobs if num_draws else None,
         )
 
-    def _reserve(self, plan: _Plan, request: Request, num_tokens: int) -> tuple[int, list[int]]:
-        """(tokens that the request has blocks for, the blocks added), preempting later arrivals if need be."""
-        needed = blocks_for(request.num_computed_tokens + num_tokens, self.block_size) - len(request.block_ids)
+    def _has_blocks_for(self, decodes: list[Request], most_draws: int) -> bool:
+        """Whether all of them find blocks for `most_draws` tokens without a preemption."""
+        needed = 0
+        for request in decodes:
+            num_tokens = request.num_computed_tokens + min(most_draws, request.num_draws_left)
+            needed += max(blocks_for(num_tokens, self.block_size) - len(request.block_ids), 0)
+        return needed <= self.pool.num_available
+
+    def _reserve(self, plan: _Plan, request: Request, num_tokens: int, num_more: int) -> int:
+        """Adds blocks, preempting later arrivals if need be; returns the tokens that the request has blocks for.
+
+        `num_more`: tokens that are drawn and computed in the same step, for which blocks are known to be there.
+        """
+        num_wanted = request.num_computed_tokens + num_tokens + num_more
+        needed = blocks_for(num_wanted, self.block_size) - len(request.block_ids)
         while needed > self.pool.num_available and self.running[-1] is not request:
             self._preempt(plan, self.running[-1])
         num_new = max(min(needed, self.pool.num_available), 0)
-        new_block_ids = self.pool.allocate(num_new)
-        request.block_ids += new_block_ids
+        request.block_ids += self.pool.allocate(num_new)
         room = len(request.block_ids) * self.block_size - request.num_computed_tokens
-        return min(num_tokens, room), new_block_ids
+        return min(num_tokens, room)
 
     def _admit(self, plan: _Plan):
         """Lets waiting requests run, in order, while budget, rows and blocks for the whole prompt are there.
@@ -209,6 +260,8 @@ class Scheduler:
             if not self.pool.num_available:
                 break
             request = self.waiting[0]
+            if request.num_in_flight:
+                break
             hits = self._match_prefix(request)
             needed = blocks_for(request.num_tokens, self.block_size) - len(hits)
             if needed > self.pool.num_available - self.pool.num_unheld(hits):
@@ -216,14 +269,14 @@ class Scheduler:
             self.waiting.popleft()
             self.pool.share(hits)
             num_cached = len(hits) * self.block_size
-            self._start(plan, request, hits, num_cached)
+            self._start(request, hits, num_cached)
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = num_cached
                 self.num_prefix_queries += request.num_tokens
                 self.num_prefix_hits += num_cached
-            self._schedule_running(plan, [request, *self._fork(plan, request)])
+            self._schedule_running(plan, [request, *self._fork(request)])
 
-    def _fork(self, plan: _Plan, parent: Request) -> list[Request]:
+    def _fork(self, parent: Request) -> list[Request]:
         """Starts the siblings of a request whose prompt is computed but for its last token; returns those started.
 
         Full blocks are shared. A partial block stays with the parent and is copied for each sibling. Siblings for
@@ -241,33 +294,31 @@ class Scheduler:
                 break
             self.pool.share(shared)
             copied = self.pool.allocate(num_copied)
-            plan.copies += zip(partial, copied, strict=False)
+            self._copies += zip(partial, copied, strict=False)
             sibling.num_cached_tokens = parent.num_cached_tokens
             sibling.digests = list(parent.digests)
-            self._start(plan, sibling, shared + copied, parent.num_computed_tokens)
+            self._start(sibling, shared + copied, parent.num_computed_tokens)
             forked.append(sibling)
         for sibling in siblings[len(forked) :]:
             self._wait(sibling)
         return forked
 
-    def _start(self, plan: _Plan, request: Request, block_ids: list[int], num_computed_tokens: int):
+    def _start(self, request: Request, block_ids: list[int], num_computed_tokens: int):
         request.block_ids = list(block_ids)
         request.num_computed_tokens = num_computed_tokens
+        request.num_indexed_blocks = num_computed_tokens // self.block_size
         request.row = self._free_rows.pop()
-        request.is_last_token_on_device = False
         request.move(Status.RUNNING)
         if request.first_scheduled_time is None:
             request.first_scheduled_time = time.monotonic()
         bisect.insort(self.running, request, key=lambda r: r.arrival)
-        plan.started[request.row] = request
+        self._started[request.row] = request
 
     def _preempt(self, plan: _Plan, request: Request):
         """Takes the blocks of a running request, undoing what this step had planned for it."""
-        undone = plan.scheduled.pop(request.id, None)
+        undone = plan.scheduled.pop(request, None)
         if undone is not None:
             plan.budget += undone.num_scheduled_tokens
-        plan.copies = [(source, target) for source, target in plan.copies if target not in request.block_ids]
-        plan.started.pop(_row(request), None)
         plan.num_preempted += 1
         self.num_preemptions += 1
         request.num_preemptions += 1
@@ -282,6 +333,8 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=lambda r: r.arrival)
 
     def _release(self, request: Request):
+        self._copies = [(source, target) for source, target in self._copies if target not in request.block_ids]
+        self._started.pop(_row(request), None)
         self.pool.free(request.block_ids)
         request.block_ids = []
         self._free_rows.append(_row(request))
@@ -289,20 +342,22 @@ class Scheduler:
         request.row = None
 
     def _commit(self, plan: _Plan) -> ScheduledStep:
-        """Counts the planned tokens as computed, indexes the blocks they fill, and returns the step."""
-        for scheduled in plan.scheduled.values():
-            request = self.requests[scheduled.request_id]
-            request.num_computed_tokens += scheduled.num_scheduled_tokens
-            if self.config.enable_prefix_caching:
-                self._index_full_blocks(request, scheduled.start)
+        """Counts the planned tokens as computed and draws as in flight, indexes blocks, and returns the step."""
+        for request, scheduled in plan.scheduled.items():
+            request.num_computed_tokens += scheduled.num_computed_tokens
+            request.num_in_flight += scheduled.num_draws
+            self._index_full_blocks(request)
+        self._in_flight.append(list(plan.scheduled))
         step = ScheduledStep(
             requests=tuple(plan.scheduled.values()),
-            started=tuple(_started_row(request) for request in plan.started.values()),
-            released=tuple(sorted(self._released - plan.started.keys())),
-            copies=tuple(plan.copies),
+            started=tuple(_started_row(request) for request in self._started.values()),
+            released=tuple(sorted(self._released - self._started.keys())),
+            copies=tuple(self._copies),
             num_preempted=plan.num_preempted,
         )
+        self._started.clear()
         self._released.clear()
+        self._copies.clear()
         return step
 
     # ---- prefix cache
@@ -314,13 +369,16 @@ class Scheduler:
         num_blocks = (request.num_tokens - 1) // self.block_size
         return self.pool.match(self._digests(request, num_blocks)[:num_blocks])
 
-    def _index_full_blocks(self, request: Request, start: int):
-        """Makes the blocks findable that are full since `start` tokens were computed."""
-        first, last = start // self.block_size, request.num_computed_tokens // self.block_size
-        if first < last:
-            digests = self._digests(request, last)
-            for i in range(first, last):
-                self.pool.index(request.block_ids[i], digests[i])
+    def _index_full_blocks(self, request: Request):
+        """Makes the blocks findable that are full of tokens known and computed."""
+        num_tokens, first = request.num_computed_tokens, request.num_indexed_blocks
+        if num_tokens < (first + 1) * self.block_size or not self.config.enable_prefix_caching:
+            return
+        last = min(num_tokens, len(request.token_ids)) // self.block_size
+        digests = self._digests(request, last)
+        for i in range(first, last):
+            self.pool.index(request.block_ids[i], digests[i])
+        request.num_indexed_blocks = last
 
     def _digests(self, request: Request, num_blocks: int) -> list[bytes]:
         """Digests of the request's full blocks, `num_blocks` or more; each is computed once in its life."""
@@ -348,16 +406,18 @@ def _started_row(request: Request) -> StartedRow:
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
+        stop_ids=request.stop_ids[:MAX_STOP_IDS],
     )
 
 
-def _append_logprobs(request: Request, token_id: int, output: StepOutput, i: int, num_logprobs: int):
+def _append_logprobs(request: Request, output: StepOutput, draw: int, i: int, num_logprobs: int):
     logprobs = output.logprobs
     assert logprobs is not None, "a request asked for logprobs, but the step returned none"
-    width = logprobs.top_id_bk.shape[1] if num_logprobs == -1 else num_logprobs
-    sampled = float(logprobs.sampled_b[i])
-    entry = {token_id: Logprob(sampled, int(logprobs.rank_b[i]))}
+    top_id_k, top_logprob_k = logprobs.top_id_ibk[draw, i], logprobs.top_logprob_ibk[draw, i]
+    width = len(top_id_k) if num_logprobs == -1 else num_logprobs
+    drawn = Logprob(float(logprobs.drawn_ib[draw, i]), int(logprobs.rank_ib[draw, i]))
+    entry = {int(output.token_id_ib[draw, i]): drawn}
     for rank in range(width):
-        entry.setdefault(int(logprobs.top_id_bk[i, rank]), Logprob(float(logprobs.top_logprob_bk[i, rank]), rank + 1))
+        entry.setdefault(int(top_id_k[rank]), Logprob(float(top_logprob_k[rank]), rank + 1))
     request.logprobs.append(entry)
-    request.cumulative_logprob += sampled
+    request.cumulative_logprob += drawn.logprob

@@ -5,18 +5,25 @@ padding points to it.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 ON_DEVICE = -1
 """In place of a token id: the row's last sampled token, which the device holds."""
 
+NOT_DRAWN = -1
+"""In place of a drawn token: the request had come to its end, or was not there."""
+
+MAX_STOP_IDS = 8
+"""Most token ids for each row at which the device stops drawing by itself; the host finds the others."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartedRow:
     """A row that a request takes: its blocks so far and how its tokens are drawn.
 
-    `seed` is in [0, 2⁶⁴). A temperature of 0 is greedy; top_k 0 keeps all tokens.
+    `seed` is in [0, 2⁶⁴). A temperature of 0 is greedy; top_k 0 keeps all tokens. `stop_ids`: tokens that end it.
     """
 
     row: int
@@ -27,14 +34,15 @@ class StartedRow:
     top_k: int
     top_p: float
     min_p: float
+    stop_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """The tokens of one request that a step computes: positions [start, start + len(token_ids)).
 
-    `new_block_ids` come after the blocks that the row has. `samples`: whether a token is drawn after the last one.
-    `num_logprobs`: how many log-probabilities are wanted beside the sampled token's; None: none at all.
+    `new_block_ids` come after the blocks that the row has. `num_draws`: tokens drawn after the last one, each but the
+    last computed in turn; more than one in a step of decodes alone. `num_logprobs`: how many log-probabilities are
+    wanted beside those of the drawn tokens; None: none at all. (A tuple, since one is made for each decode of a step.)
     """
 
     request_id: str
@@ -43,7 +51,7 @@ class ScheduledRequest:
     token_ids: tuple[int, ...]
     first_new_block: int
     new_block_ids: tuple[int, ...]
-    samples: bool
+    num_draws: int
     is_prefill: bool
     num_logprobs: int | None = None
 
@@ -51,10 +59,15 @@ class ScheduledRequest:
     def num_scheduled_tokens(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def num_computed_tokens(self) -> int:
+        """Scheduled tokens and all drawn ones but the last."""
+        return len(self.token_ids) + max(self.num_draws - 1, 0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledStep:
-    """One step: rows released and started before it, blocks copied before it (source, target), tokens computed."""
+    """One call: rows released and started before it, blocks copied before it (source, target), tokens computed."""
 
     requests: tuple[ScheduledRequest, ...]
     started: tuple[StartedRow, ...] = ()
@@ -79,6 +92,7 @@ class RowUpdates:
     top_k_u: np.ndarray
     top_p_u: np.ndarray
     min_p_u: np.ndarray
+    stop_id_us: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +118,8 @@ class StepInputs:
 
     Request i has tokens [query_start[i], query_start[i + 1]); its context_len counts the tokens computed before
     and those of this step, so that its last token has position context_len − 1. Padded requests have length 0.
-    `is_decode`: one token for each request, t = b. `num_logprobs`: most that any request asked for.
+    `is_decode`: one token for each request, t = b. `num_draws_b`: tokens to draw after it, 0 for padding.
+    `has_logprobs`: whether any request asked for some, `num_logprobs`: padded to how many.
     """
 
     is_decode: bool
@@ -114,7 +129,9 @@ class StepInputs:
     context_len_b: np.ndarray
     num_requests: int
     num_tokens: int
-    num_logprobs: int | None
+    num_draws_b: np.ndarray
+    has_logprobs: bool
+    num_logprobs: int
     row_updates: RowUpdates | None
     block_updates: BlockUpdates | None
     copies: BlockCopies | None
@@ -122,17 +139,20 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class StepLogprobs:
-    """Log-probabilities of the sampled tokens [b], their ranks [b], and the most probable tokens [b, k]."""
+    """Of each draw [i, b]: log-probability and rank of the drawn token, and the most probable tokens [i, b, k]."""
 
-    sampled_b: np.ndarray
-    rank_b: np.ndarray
-    top_id_bk: np.ndarray
-    top_logprob_bk: np.ndarray
+    drawn_ib: np.ndarray
+    rank_ib: np.ndarray
+    top_id_ibk: np.ndarray
+    top_logprob_ibk: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
-    """The token drawn after each request of the step [b]; meaningless where the request did not sample."""
+    """The tokens drawn after each request of the step, one draw after another [i, b]; NOT_DRAWN beyond its end.
 
-    token_id_b: np.ndarray
+    Meaningless where the request was not to draw.
+    """
+
+    token_id_ib: np.ndarray
     logprobs: StepLogprobs | None = None

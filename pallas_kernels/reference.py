@@ -22,6 +22,7 @@ def paged_attention(
     """(out_tnh, kv): attention of packed queries over their requests' blocks, after writing the new K and V there.
 
     Request i has queries [query_start[i], query_start[i + 1]); context_len[i] counts its tokens with these.
+    A request of context length 0 is not there, whatever queries it has: its output is 0.
     Token j of a request lives in block page_table[i, j // block_size] at j % block_size.
     `kv` holds logical K and V [blocks, block_size, kv_heads, head_dim] and is not changed; a new pair is returned.
     A query sees the positions up to its own, the last `sliding_window` of them where that is given.
@@ -36,7 +37,8 @@ def paged_attention(
     group = q_tnh.shape[1] // num_kv_heads
     out_tnh = np.zeros(q_tnh.shape)
 
-    for i in range(int(num_requests)):
+    requests = [i for i in range(int(num_requests)) if context_len_b[i] > 0]
+    for i in requests:
         start, stop, context_len = int(query_start_b1[i]), int(query_start_b1[i + 1]), int(context_len_b[i])
         first = context_len - (stop - start)
         for t in range(start, stop):
@@ -45,7 +47,7 @@ def paged_attention(
             k_pool[block, offset] = (k_tkh[t] / k_scale_k[:, None]).astype(k_pool.dtype)
             v_pool[block, offset] = (v_tkh[t] / v_scale_k[:, None]).astype(v_pool.dtype)
 
-    for i in range(int(num_requests)):
+    for i in requests:
         start, stop, context_len = int(query_start_b1[i]), int(query_start_b1[i + 1]), int(context_len_b[i])
         blocks = [int(page_table_bp[i, p // block_size]) for p in range(context_len)]
         offsets = [p % block_size for p in range(context_len)]

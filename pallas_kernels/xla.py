@@ -45,7 +45,8 @@ def paged_attention(
     `is_decode` promises one query for each request, t = b. The pool is written in place where it is donated.
     """
     query_len_b = query_start_b1[1:] - query_start_b1[:-1]
-    query_len_b = jnp.where(jnp.arange(query_len_b.shape[0]) < num_requests, query_len_b, 0)
+    is_there_b = (jnp.arange(query_len_b.shape[0]) < num_requests) & (context_len_b > 0)
+    query_len_b = jnp.where(is_there_b, query_len_b, 0)
     kv = _write(kv, k_tkh, v_tkh, query_start_b1, query_len_b, context_len_b, page_table_bp)
     attend = functools.partial(_attend, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
     if is_decode:

@@ -117,6 +117,10 @@ def build_parser() -> argparse.ArgumentParser:
     add("--resume", action="store_true", help="go on with the rows that --output already has")
     add("--overwrite", action="store_true", help="replace the rows that --output already has")
     add("--stats-file", type=Path, metavar="FILE", help="write one JSON record a step here, anew in each run")
+    add(
+        "--profile", type=Path, metavar="DIR",
+        help="trace the run into this folder, for https://ui.perfetto.dev or xprof; give few prompts",
+    )  # fmt: skip
     add("--quiet", action="store_true", help="no memory report, progress bar or summary on stderr")
     sampling = parser.add_argument_group("sampling", "A line without a seed gets one made of --seed and its index.")
     add_flags(sampling, SamplingParams, skip=("seed", "output_kind"))
@@ -347,7 +351,7 @@ def run(engine, lines: Iterator[Line], args: argparse.Namespace, put: Callable[[
             for row in serve(engine, lines, chat=args.chat, most_running=args.max_num_seqs):
                 if row is not None:
                     put(row)
-                    counts.update(requests=1, errors="error" in row, tokens_in=row.get("num_prompt_tokens", 0))
+                    counts.update(requests=1, errors=int("error" in row), tokens_in=row.get("num_prompt_tokens", 0))
                     counts.update(tokens_out=row.get("num_generated_tokens", 0))
                     bar.update()
                     continue
@@ -377,6 +381,20 @@ def make_engine(model: str, **settings):
     from jaxpaged import Engine
 
     return Engine(model, **settings)
+
+
+@contextlib.contextmanager
+def profile(directory: Path | None) -> Iterator[None]:
+    """Traces what host and device do, with the names of the parts of a step, into `directory` if there is one."""
+    if directory is None:
+        yield
+        return
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # every Python call: nothing else would be seen
+    with jax.profiler.trace(directory, create_perfetto_trace=True, profiler_options=options):
+        yield
 
 
 def check_files(args: argparse.Namespace) -> tuple[str, int]:
@@ -443,7 +461,8 @@ def generate(args: argparse.Namespace, engine_factory: Callable) -> int:
         rows = (
             row_file(args.output, size, expected) if args.output else contextlib.nullcontext(print_in_order(tqdm.write))
         )
-        with tqdm(total=num_lines, initial=len(done), unit="prompt", disable=hidden) as bar, rows as put:
+        bar = tqdm(total=num_lines, initial=len(done), unit="prompt", disable=hidden)
+        with profile(args.profile), bar, rows as put:
             counts = run(engine, read_lines(args, sampling, done), args, put, bar)
         if not args.quiet:
             print(summary(counts, engine.stats()), file=sys.stderr)

@@ -11,9 +11,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 import jax
+import pytest
+
+from jaxpaged import runner
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(prefix="jaxpaged-test-cache-"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def float32_unless_told_otherwise(monkeypatch):
+    """dtype="auto" means the same on every machine that runs these tests."""
+    monkeypatch.setattr(runner, "cpu_has_native_bf16", lambda: False)

@@ -35,10 +35,14 @@ class Run:
         return max(s["num_prefill_tokens"] + s["num_decode_tokens"] for s in self.steps)
 
 
+SETTINGS = {"max_num_seqs": 64, "num_device_blocks": 512, "block_size": 16, "num_decode_steps": 1}
+"""What `run` takes where nothing else is given."""
+
+
 def run(prompts, params, *, order=None, repeat=1, engine=None, **settings) -> Run:
     """Serves the prompts, in `order` where given, `repeat` times (outputs of the last time); the books are checked
     after each step."""
-    settings = {"max_num_seqs": 64, "num_device_blocks": 512, "block_size": 16} | settings
+    settings = SETTINGS | settings
     engine = engine or Engine(tiny.model_directory(), **settings)
     all_params = params if isinstance(params, list) else [params] * len(prompts)
     order = list(range(len(prompts))) if order is None else order
@@ -54,6 +58,7 @@ def run(prompts, params, *, order=None, repeat=1, engine=None, **settings) -> Ru
     stats = engine.stats()
     engine.close()
     assert stats["blocks_used"] == 0
+    assert settings["num_decode_steps"] == 1 or max(s["num_decode_steps"] for s in steps) > 1
     return Run([outputs[i] for i in range(len(prompts))], stats, steps)
 
 
@@ -101,5 +106,10 @@ def all_params(kind: str) -> list[SamplingParams]:
 def alone(kind: str) -> list[RequestOutput]:
     """Each prompt in an engine that runs one request at a time, without prefix caching."""
     return run(
-        batch_prompts(), all_params(kind), max_num_seqs=1, enable_prefix_caching=False, num_device_blocks=64
+        batch_prompts(),
+        all_params(kind),
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        num_device_blocks=64,
+        num_decode_steps=1,
     ).outputs

@@ -5,14 +5,14 @@ import pytest
 
 from jaxpaged.batch import DROPPED, build, make_buckets, pick_bucket
 from jaxpaged.config import EngineConfig
-from jaxpaged.step_data import ON_DEVICE, ScheduledRequest, ScheduledStep, StartedRow
+from jaxpaged.step_data import NOT_DRAWN, ON_DEVICE, ScheduledRequest, ScheduledStep, StartedRow
 
 SCRATCH = 99
 CONFIG = EngineConfig(block_size=4, max_model_len=30, max_num_seqs=6, max_num_batched_tokens=64)
 BUCKETS = make_buckets(CONFIG)
 
 
-def scheduled(row, start, token_ids, *, first_new_block=0, new_block_ids=(), num_logprobs=None):
+def scheduled(row, start, token_ids, *, first_new_block=0, new_block_ids=(), num_draws=1, num_logprobs=None):
     return ScheduledRequest(
         request_id=f"r{row}",
         row=row,
@@ -20,16 +20,15 @@ def scheduled(row, start, token_ids, *, first_new_block=0, new_block_ids=(), num
         token_ids=tuple(token_ids),
         first_new_block=first_new_block,
         new_block_ids=tuple(new_block_ids),
-        samples=True,
+        num_draws=num_draws,
         is_prefill=True,
         num_logprobs=num_logprobs,
     )
 
 
 def started(row, block_ids, seed=0):
-    return StartedRow(
-        row=row, block_ids=tuple(block_ids), seed=seed, child=2, temperature=0.5, top_k=7, top_p=0.9, min_p=0.1
-    )
+    sampling = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1}
+    return StartedRow(row=row, block_ids=tuple(block_ids), seed=seed, child=2, stop_ids=(2, 41), **sampling)
 
 
 def arrays(step):
@@ -62,13 +61,20 @@ def test_a_step_of_one_token_each_is_a_decode_with_as_many_tokens_as_requests():
     assert inputs.context_len_b.tolist() == [10, 10, 10, 0]
 
 
+def test_each_request_of_a_decode_has_its_number_of_draws_and_padding_has_none():
+    draws = {4: 8, 0: 3, 1: 0}
+    requests = tuple(scheduled(row, 9, [ON_DEVICE], num_draws=n) for row, n in draws.items())
+    assert arrays(ScheduledStep(requests=requests)).num_draws_b.tolist() == [8, 3, 0, 0]
+
+
 def test_all_that_is_sent_is_int32():
     inputs = arrays(
         ScheduledStep(
             requests=(scheduled(1, 0, [1, 2], new_block_ids=[3]),), started=(started(0, [1]),), copies=((1, 2),)
         )
     )
-    sent = [inputs.token_t, inputs.row_b, inputs.query_start_b1, inputs.context_len_b]
+    sent = [inputs.token_t, inputs.row_b, inputs.query_start_b1, inputs.context_len_b, inputs.num_draws_b]
+    sent += [inputs.row_updates.stop_id_us]
     sent += [inputs.row_updates.row_u, inputs.row_updates.page_table_up, inputs.row_updates.child_u]
     sent += [inputs.row_updates.top_k_u, inputs.copies.source_c, inputs.copies.target_c]
     sent += [inputs.block_updates.row_w, inputs.block_updates.column_w, inputs.block_updates.block_w]
@@ -93,6 +99,7 @@ def test_started_rows_bring_blocks_and_parameters_and_unused_entries_point_to_th
     assert rows.page_table_up[0].tolist() == [10, 11] + [SCRATCH] * 6
     assert rows.seed_u2[0].tolist() == [2**31 + 1, 5]
     assert (rows.child_u[0], rows.top_k_u[0]) == (2, 7)
+    assert rows.stop_id_us[0].tolist() == [2, 41] + [NOT_DRAWN] * 6
     assert (rows.temperature_u[0], rows.top_p_u[0], rows.min_p_u[0]) == tuple(np.float32([0.5, 0.9, 0.1]))
 
 
@@ -127,17 +134,20 @@ def test_all_copies_of_a_step_are_one_list_with_targets_out_of_range_as_padding(
 
 @pytest.mark.parametrize(("size", "padded"), [(1, 8), (8, 8), (9, 64), (64, 64), (65, 512)])
 def test_updates_are_padded_to_powers_of_8(size, padded):
+    buckets = make_buckets(EngineConfig(block_size=4, max_model_len=30))
     step = ScheduledStep(requests=(scheduled(1, 5, [1]),), copies=tuple((0, i) for i in range(size)))
-    assert len(arrays(step).copies.source_c) == padded
+    assert len(build(step, buckets, SCRATCH).copies.source_c) == padded
 
 
 @pytest.mark.parametrize(
-    ("asked", "width"), [([None, None], None), ([0, None], 20), ([2, 5], 20), ([21, None], 30), ([1, -1], 30)]
+    ("asked", "width"), [([None, None], 20), ([0, None], 20), ([2, 5], 20), ([21, None], 30), ([1, -1], 30)]
 )
 def test_logprobs_are_as_many_as_the_request_with_the_most_asks_for(asked, width):
     buckets = make_buckets(EngineConfig(block_size=4, max_model_len=30, max_logprobs=30))
     requests = tuple(scheduled(i, 3, [1], num_logprobs=n) for i, n in enumerate(asked))
-    assert build(ScheduledStep(requests=requests), buckets, SCRATCH).num_logprobs == width
+    inputs = build(ScheduledStep(requests=requests), buckets, SCRATCH)
+    assert inputs.num_logprobs == width
+    assert inputs.has_logprobs == (asked != [None, None])
 
 
 @pytest.mark.parametrize(("max_logprobs", "sizes"), [(0, (0,)), (5, (5,)), (20, (20,)), (30, (20, 30))])
@@ -153,7 +163,11 @@ def test_the_buckets_of_the_default_settings():
     buckets = make_buckets(EngineConfig(block_size=16, max_model_len=2048))
     assert buckets.requests == (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
     assert buckets.tokens == (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-    assert buckets.prefill_requests == (2, 8, 32, 128, 256)
+    assert buckets.prefill_requests(16) == (2, 8, 16)
+    assert buckets.prefill_requests(256) == (4, 16, 64, 256)
+    assert buckets.prefill_requests(2048) == (32, 128, 256)
+    assert buckets.updates == (8, 64, 512)
+    assert buckets.max_draws == 8
     assert (buckets.max_blocks, buckets.num_rows, buckets.padding_row) == (128, 257, 256)
 
 
@@ -162,11 +176,13 @@ def test_the_buckets_of_the_default_settings():
 def test_every_step_within_the_settings_has_a_bucket_and_none_has_a_single_row(max_num_seqs, budget):
     config = EngineConfig(block_size=4, max_model_len=30, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
     buckets = make_buckets(config)
-    for sizes in (buckets.requests, buckets.prefill_requests, buckets.tokens):
+    for sizes in (buckets.requests, buckets.tokens, *map(buckets.prefill_requests, buckets.tokens)):
         assert list(sizes) == sorted(set(sizes)) and sizes[0] >= 2
     most_requests = min(max_num_seqs, budget)
     assert all(pick_bucket(n, buckets.requests, "requests") >= n for n in range(1, most_requests + 1))
-    assert pick_bucket(most_requests, buckets.prefill_requests, "requests") >= most_requests
+    for num_tokens in buckets.tokens:
+        most = min(most_requests, num_tokens)
+        assert pick_bucket(most, buckets.prefill_requests(num_tokens), "requests") >= most
     assert pick_bucket(budget, buckets.tokens, "tokens") >= budget
 
 

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxpaged.checkpoints import hub, load_weights, open_model
 from jaxpaged.config import RopeScaling
+from jaxpaged.models.int8 import Int8Matrix, quantize
 from jaxpaged.models.weights import ParamSpec, param_specs
 
 DATA = Path(__file__).parent / "data"
@@ -57,11 +58,12 @@ def test_there_is_a_test_model_for_each_kind_of_rope():
     assert kinds == {None, "linear", "dynamic", "llama3", "yarn"}
 
 
+@pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("name", NAMES)
-def test_loaded_weights_have_the_tree_shapes_and_dtype_of_the_specs(name):
+def test_loaded_weights_have_the_tree_shapes_and_dtypes_of_the_specs(name, quantization):
     source = open_model(MODELS / name)
-    specs = param_specs(source.config, "bfloat16")
-    weights = load_weights(source, "bfloat16")
+    specs = param_specs(source.config, "bfloat16", quantization)
+    weights = load_weights(source, "bfloat16", quantization)
     is_spec = {"is_leaf": lambda x: isinstance(x, ParamSpec)}
     assert jax.tree.structure(weights) == jax.tree.structure(specs, **is_spec)
     for array, spec in zip(jax.tree.leaves(weights), jax.tree.leaves(specs, **is_spec), strict=True):
@@ -209,6 +211,30 @@ def test_a_gguf_file_holds_the_same_config_and_weights(tmp_path, name):
     source, original = open_model(write_gguf(tmp_path / "m.gguf", name)), open_model(MODELS / name)
     assert source.config == replace(original.config, eos_token_ids=(2, 5))
     assert_equal(load_weights(source, "float32"), load_weights(original, "float32"))
+
+
+def orbax_directory(tmp_path, name):
+    directory = with_weights(tmp_path / "orbax_model", None, name)
+    with ocp.PyTreeCheckpointer() as writer:
+        writer.save(directory / "orbax", read_tensors(MODELS / name))
+    return directory
+
+
+@pytest.mark.parametrize("name", ["untied_biases", "mha_sharded"])
+@pytest.mark.parametrize("kind", ["safetensors", "gguf", "orbax"])
+def test_every_format_is_quantized_from_float32_and_only_its_matrices_are(tmp_path, name, kind):
+    path = {
+        "safetensors": lambda: MODELS / name,
+        "gguf": lambda: write_gguf(tmp_path / "m.gguf", name),
+        "orbax": lambda: orbax_directory(tmp_path, name),
+    }[kind]()
+    float32 = load_weights(open_model(MODELS / name), "float32")
+    weights = load_weights(open_model(path), "bfloat16", "int8")
+    leaves = jax.tree.leaves(weights, is_leaf=lambda x: isinstance(x, Int8Matrix))
+    assert sum(isinstance(leaf, Int8Matrix) for leaf in leaves) == 4 * len(weights.layers) + 1
+    for leaf, whole in zip(leaves, jax.tree.leaves(float32), strict=True):
+        expected = jax.jit(quantize)(whole) if isinstance(leaf, Int8Matrix) else whole.astype(jnp.bfloat16)
+        assert_equal(leaf, expected)
 
 
 def test_a_gguf_vocabulary_is_read_as_the_gguf_package_reads_it(tmp_path):

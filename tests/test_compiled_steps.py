@@ -20,10 +20,10 @@ from jaxpaged.runner import StepCompiler, StepShape
 MODEL = dataclasses.replace(tiny.CONFIG, num_layers=3)
 BLOCK_SIZE = 16
 NUM_BLOCKS = 4000
-SHAPES = {"decode": StepShape(True, 8, 8, None), "prefill": StepShape(False, 128, 8, None)}
+SHAPES = {"decode": StepShape(True, 8, 8, 20), "prefill": StepShape(False, 128, 8, 20)}
 
 
-def compiler(num_blocks: int) -> StepCompiler:
+def compiler(num_blocks: int, num_decode_steps: int = 8) -> StepCompiler:
     config = EngineConfig(
         dtype="float32",
         block_size=BLOCK_SIZE,
@@ -31,6 +31,7 @@ def compiler(num_blocks: int) -> StepCompiler:
         max_num_seqs=8,
         attention_backend="xla",
         num_device_blocks=num_blocks,
+        num_decode_steps=num_decode_steps,
     )
     weights = map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype)), param_specs(MODEL, "float32"))
     return StepCompiler(config, MODEL, weights, make_buckets(config), num_blocks)
@@ -76,9 +77,9 @@ def assert_nothing_copied(hlo: str, num_blocks: int):
             assert shape not in forbidden, f"a weight or a pool is copied: {line.strip()}"
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-def test_steps_update_the_pool_in_place_and_copy_no_weight(kind):
-    assert_in_place(lambda num_blocks: compiler(num_blocks).lower(SHAPES[kind]).compile())
+@pytest.mark.parametrize(("kind", "num_decode_steps"), [("decode", 1), ("decode", 8), ("prefill", 1)])
+def test_steps_update_the_pool_in_place_and_copy_no_weight(kind, num_decode_steps):
+    assert_in_place(lambda num_blocks: compiler(num_blocks, num_decode_steps).lower(SHAPES[kind]).compile())
 
 
 def test_a_copy_of_blocks_is_in_place():
@@ -96,7 +97,8 @@ def planted(step):
     def with_copy(weights, kv, state, *arguments, **static):
         output, new_kv, state = step(weights, kv, state, *arguments, **static)
         changed = jnp.sum(jnp.stack([jnp.sum(new.k - old.k) for new, old in zip(new_kv, kv, strict=True)]))
-        return output + (changed > 1e30).astype(jnp.int32), new_kv, state
+        token_ib = output.token_ib + (changed > 1e30).astype(jnp.int32)
+        return output.replace(token_ib=token_ib), new_kv, state
 
     return with_copy
 

@@ -63,6 +63,7 @@ TURING = replace(CPU, platform="gpu", has_native_bf16=False)
         ("enable_prefix_caching", 1, "True or False"),
         ("attention_backend", "flash", "'auto', 'xla'"),
         ("load_format", "pt", "'safetensors', 'gguf', 'orbax', 'dummy'"),
+        ("quantization", "int4", "None, 'int8'"),
         ("max_logprobs", -2, "must be -1 or more"),
         ("warmup", "no", "'lazy', 'full'"),
     ],
@@ -79,7 +80,6 @@ def test_a_wrong_setting_is_refused_by_name_with_its_value_and_what_is_legal(nam
         ("attention_backend", "pallas_gpu"),
         ("attention_backend", "mosaic_gpu"),
         ("kv_cache_dtype", "fp8"),
-        ("quantization", "int8"),
         ("native_kernels", True),
         ("native_kernels", False),
     ],
@@ -124,6 +124,8 @@ def test_resolve_keeps_what_was_given():
     [
         (CPU, "bfloat16", "float32"),
         (CPU, "float32", "float32"),
+        (replace(CPU, has_native_bf16=True), "float32", "bfloat16"),
+        (replace(CPU, has_native_bf16=True), "float16", "bfloat16"),
         (AMPERE, "bfloat16", "bfloat16"),
         (AMPERE, "float16", "float16"),
         (AMPERE, "float32", "bfloat16"),
@@ -131,7 +133,9 @@ def test_resolve_keeps_what_was_given():
         (TURING, "float32", "float16"),
     ],
 )
-def test_auto_dtype_is_float32_on_a_cpu_and_else_16_bit_as_checkpoint_and_device_have_it(device, checkpoint, dtype):
+def test_auto_dtype_is_the_faster_one_on_a_cpu_and_else_16_bit_as_checkpoint_and_device_have_it(
+    device, checkpoint, dtype
+):
     assert resolve(EngineConfig(), replace(MODEL, dtype=checkpoint), device).dtype == dtype
 
 

@@ -10,9 +10,11 @@ import pytest
 
 import tiny
 from jaxpaged import LLM, Engine, RequestOutputKind, SamplingParams
+from jaxpaged.batch import make_buckets
+from jaxpaged.config import EngineConfig
 
 BLOCK_SIZE = 16
-SETTINGS = {"max_num_seqs": 8, "num_device_blocks": 64, "max_model_len": 256}
+SETTINGS = {"max_num_seqs": 8, "num_device_blocks": 64, "max_model_len": 256, "num_decode_steps": 1}
 
 
 class BytesTokenizer:
@@ -191,7 +193,7 @@ def test_wrong_parameters_are_refused_before_anything_is_queued(engine, params, 
 def test_unknown_and_unsupported_settings_are_refused():
     for settings, message in [
         ({"max_seqs": 3}, "unknown settings max_seqs"),
-        ({"quantization": "int8"}, "not supported yet"),
+        ({"quantization": "int4"}, "quantization='int4' is not known"),
         ({"kv_cache_dtype": "fp8"}, "not supported yet"),
         ({"attention_backend": "pallas_tpu"}, "not supported yet"),
         ({"native_kernels": True}, "not supported yet"),
@@ -395,16 +397,16 @@ def test_aborting_n_completions_frees_all_of_them(engine, steps):
 
 def test_interrupting_generate_leaves_nothing_behind(engine, monkeypatch):
     calls = 0
-    execute = engine._runner.execute
+    launch = engine._runner.launch
 
     def interrupted(inputs):
         nonlocal calls
         calls += 1
         if calls == 3:
             raise KeyboardInterrupt
-        return execute(inputs)
+        return launch(inputs)
 
-    monkeypatch.setattr(engine._runner, "execute", interrupted)
+    monkeypatch.setattr(engine._runner, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         generate(engine, [prompt_of(20, seed=216)] * 3, greedy(10))
     monkeypatch.undo()
@@ -419,25 +421,27 @@ def test_metrics_and_step_records_say_what_happened(engine):
     record = engine.last_step_stats()
     assert record["num_decode_requests"] == 1 and record["num_prefill_tokens"] == 0 and record["num_finished"] == 1
     assert record["blocks_used"] + record["blocks_cached"] + record["blocks_free"] == 64
-    assert record["duration_s"] >= record["execute_s"] > 0
+    assert record["duration_s"] >= record["wait_s"] + record["update_s"] + record["detokenize_s"] > 0
+    assert record["schedule_s"] > 0 and record["launch_s"] > 0
 
 
+@pytest.mark.parametrize("name", ["launch", "wait"])
 @pytest.mark.parametrize("after", [False, True])
-def test_a_step_that_fails_costs_no_token(engine, monkeypatch, after):
-    """Interrupted before the device did anything, or after: what was planned is computed again."""
+def test_a_step_that_fails_costs_no_token(engine, monkeypatch, name, after):
+    """Interrupted before the device did anything, or after, while another step is in flight: all is computed again."""
     prompts = [prompt_of(n, seed=400 + n) for n in (40, 20, 33)]
     ids = [engine.add_request(prompt, greedy(12)) for prompt in prompts]
-    execute, calls, finals = engine._runner.execute, 0, {}
+    sound, calls, finals = getattr(engine._runner, name), 0, {}
 
-    def fails_often(inputs):
+    def fails_often(argument):
         nonlocal calls
         calls += 1
-        output = execute(inputs) if after or calls % 3 else None
+        output = sound(argument) if after or calls % 3 else None
         if calls % 3 == 0:
             raise KeyboardInterrupt
         return output
 
-    monkeypatch.setattr(engine._runner, "execute", fails_often)
+    monkeypatch.setattr(engine._runner, name, fails_often)
     while engine.has_unfinished_requests():
         try:
             finals |= {output.request_id: output for output in engine.step()}
@@ -608,13 +612,19 @@ def test_llm_is_the_engine_under_the_name_that_vllms_users_type():
     assert LLM is Engine
 
 
-def test_a_full_warm_up_compiles_every_step_ahead():
+def test_a_full_warm_up_compiles_every_step_ahead_and_strict_refuses_any_other(monkeypatch):
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_device_blocks": 32, "max_model_len": 128}
-    with Engine(tiny.model_directory(), warmup="full", **settings) as engine:
+    params = SamplingParams(n=2, max_tokens=20, logprobs=3, temperature=1.0, seed=1)
+    with Engine(tiny.model_directory(), warmup="strict", **settings) as engine:
         ahead = [step["shape"] for step in engine.stats()["compiled_steps"]]
-        assert ahead == ["decode of 2", "prefill of 16×2"]
-        generate(engine, [prompt_of(40), prompt_of(3), prompt_of(17)], greedy(20))
+        steps = ["decode of 2, up to 20 logprobs", "prefill of 16×2, up to 20 logprobs"]
+        assert sorted(ahead) == sorted([*steps, "8 RowUpdates", "8 BlockUpdates", "8 BlockCopies"])
+        generate(engine, [prompt_of(40), prompt_of(3), prompt_of(17)], [greedy(20), greedy(20), params])
         assert [step["shape"] for step in engine.stats()["compiled_steps"]] == ahead
+        monkeypatch.setattr(engine, "_buckets", make_buckets(EngineConfig(block_size=16, max_model_len=128)))
+        engine.add_request(prompt_of(40), greedy(2))
+        with pytest.raises(RuntimeError, match=r"prefill of 48×2, .* not compiled ahead, and warmup='strict' forbids"):
+            engine.step()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.5), ("float16", 0.06)])

@@ -12,8 +12,8 @@ SOURCES = [*sorted((ROOT / "jaxpaged").rglob("*.py")), *sorted((ROOT / "scripts"
 FOR_THE_USER = {"CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"}
 """What `generate` returns: read by whoever called it."""
 
-BY_NAME = {"RowUpdates", "BlockUpdates", "StepLogprobs"}
-"""Unpacked whole, in the order of their fields (`runner._apply`, `StepLogprobs(*...)`)."""
+BY_NAME = {"RowUpdates", "BlockUpdates", "BlockCopies", "StepLogprobs"}
+"""Unpacked whole, in the order of their fields (`Runner._updated`, `StepLogprobs(*...)`)."""
 
 
 def dataclasses_in(tree: ast.Module) -> list[ast.ClassDef]:
@@ -21,7 +21,8 @@ def dataclasses_in(tree: ast.Module) -> list[ast.ClassDef]:
 
 
 def is_dataclass(node: ast.ClassDef) -> bool:
-    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+    is_tuple = "NamedTuple" in map(ast.unparse, node.bases)
+    return is_tuple or any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def fields_of(node: ast.ClassDef) -> list[str]:

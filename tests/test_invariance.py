@@ -6,11 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import same_tokens
 import tiny
 from jaxpaged import SamplingParams
 from same_tokens import MAX_TOKENS, all_params, alone, assert_same, batch_prompts, run
 
 KINDS = ("greedy", "seeded")
+
+
+@pytest.fixture(params=[1, 8], autouse=True, ids=lambda k: f"{k} decode steps a call")
+def num_decode_steps(request, monkeypatch):
+    """Each law holds with one decode step in a call of the device, and with several."""
+    monkeypatch.setitem(same_tokens.SETTINGS, "num_decode_steps", request.param)
 
 
 def test_the_small_model_is_sensitive():
@@ -54,6 +61,14 @@ def test_any_token_budget_yields_the_same_tokens(budget, kind):
     assert_same(result.outputs, alone(kind)[:20])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_compiled_ahead_yield_the_same_tokens(kind):
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "num_device_blocks": 40, "block_size": 8}
+    result = run(batch_prompts(), all_params(kind), warmup="strict", **settings)
+    assert result.stats["num_preemptions"] > 0
+    assert_same(result.outputs, alone(kind))
+
+
 @pytest.mark.parametrize(("block_size", "kind"), [(1, "greedy"), (8, "greedy"), (32, "greedy"), (8, "seeded")])
 def test_any_block_size_yields_the_same_tokens(block_size, kind):
     result = run(batch_prompts(), all_params(kind), block_size=block_size, num_device_blocks=8192 // block_size)
@@ -90,7 +105,7 @@ N_PARAMS = [
 
 @functools.cache
 def completions_one_prompt_at_a_time():
-    return run(N_PROMPTS, N_PARAMS, max_num_seqs=3, num_device_blocks=64).outputs
+    return run(N_PROMPTS, N_PARAMS, max_num_seqs=3, num_device_blocks=64, num_decode_steps=1).outputs
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_a_missing_copy_on_fork_is_noticed(monkeypatch):
     prompts = batch_prompts()[:12]
     params = [SamplingParams(temperature=1.0, seed=i, n=3, max_tokens=12, logprobs=2) for i in range(12)]
     expected = run(prompts, params).outputs
-    monkeypatch.setattr(batch, "_copies", lambda step: None)
+    monkeypatch.setattr(batch, "_copies", lambda step, buckets: None)
     with pytest.raises(AssertionError):
         assert_same(run(prompts, params).outputs, expected)
 

@@ -355,12 +355,12 @@ def test_children_of_a_prompt_yield_what_each_would_yield_alone(num_prompt_token
 def test_a_fork_shares_full_blocks_and_copies_the_partial_one_once_for_each_other_child():
     engine, members = forked(11)
     step = engine.step()
-    assert tokens_of(step) == {"0": 10} and not step.requests[0].samples and not step.copies
+    assert tokens_of(step) == {"0": 10} and not step.requests[0].num_draws and not step.copies
     step = engine.step()
     assert step.copies == ((2, 3), (2, 4))
     assert [m.block_ids for m in members] == [[0, 1, 2], [0, 1, 3], [0, 1, 4]]
     assert engine.pool.ref_counts[:5] == [3, 3, 1, 1, 1]
-    assert tokens_of(step) == {"0": 1, "1": 1, "2": 1} and all(r.samples for r in step.requests)
+    assert tokens_of(step) == {"0": 1, "1": 1, "2": 1} and all(r.num_draws == 1 for r in step.requests)
     assert sorted(row.child for row in step.started) == [1, 2]
     run_all(engine, members)
 
@@ -550,7 +550,7 @@ def test_the_update_that_sees_the_end_frees_row_and_blocks():
     step = engine.schedule()
     row = request.row
     assert engine.pool.num_used == 3
-    assert engine.scheduler.update(step, engine.execute(step)) == [request]
+    assert engine.scheduler.update(step, engine.execute(step)) == [(request, 1)]
     assert (engine.pool.num_used, request.row, request.is_finished) == (0, None, True)
     assert not engine.scheduler.has_unfinished()
     engine.add([1], max_tokens=2)
@@ -574,7 +574,7 @@ def test_a_request_aborted_while_its_step_runs_drops_the_token():
     step = engine.schedule()
     output = engine.execute(step)
     engine.abort(aborted)
-    assert engine.scheduler.update(step, output) == [other]
+    assert engine.scheduler.update(step, output) == [(other, 1)]
     assert aborted.output_token_ids == []
     run_all(engine, [other])
 
@@ -634,8 +634,8 @@ def test_a_row_is_started_with_the_requests_parameters():
     assert (row.seed, row.child, row.temperature, row.top_k, row.top_p, row.min_p) == (2**64 - 3, 0, 0.7, 5, 0.9, 0.1)
 
 
-def test_a_token_just_drawn_is_read_on_the_device_and_after_a_preemption_from_the_host():
-    engine, (first, second) = two_that_outgrow_their_pool(max_num_batched_tokens=4)
+def test_a_token_in_flight_is_read_on_the_device_and_after_a_preemption_from_the_host():
+    engine, (first, second) = two_that_outgrow_their_pool(max_num_batched_tokens=4, max_in_flight=2)
     run_all(engine, [first, second])
     assert second.num_preemptions > 0
     for step in engine.steps:
@@ -652,17 +652,17 @@ def test_only_the_step_that_computes_the_last_known_token_samples_and_asks_for_l
     asked = []
     for _ in range(4):
         step = engine.schedule()
-        asked.append((step.requests[0].samples, step.requests[0].num_logprobs))
-        token_id_b = engine.execute(step).token_id_b
-        shape = (len(token_id_b), 2)
+        asked.append((step.requests[0].num_draws, step.requests[0].num_logprobs))
+        token_id_ib = engine.execute(step).token_id_ib
+        shape = (*token_id_ib.shape, 2)
         logprobs = StepLogprobs(
-            sampled_b=np.full(shape[0], -0.5, np.float32),
-            rank_b=np.full(shape[0], 3),
-            top_id_bk=np.full(shape, [41, 42]),
-            top_logprob_bk=np.full(shape, [-0.1, -0.2], np.float32),
+            drawn_ib=np.full(shape[:2], -0.5, np.float32),
+            rank_ib=np.full(shape[:2], 3),
+            top_id_ibk=np.full(shape, [41, 42]),
+            top_logprob_ibk=np.full(shape, [-0.1, -0.2], np.float32),
         )
-        engine.scheduler.update(step, StepOutput(token_id_b=token_id_b, logprobs=logprobs))
-    assert asked == [(False, None), (False, None), (True, 1), (True, 1)]
+        engine.scheduler.update(step, StepOutput(token_id_ib=token_id_ib, logprobs=logprobs))
+    assert asked == [(0, None), (0, None), (1, 1), (1, 1)]
     assert request.cumulative_logprob == -1.0
     drawn = request.output_token_ids[0]
     assert list(request.logprobs[0]) == [drawn, 41]

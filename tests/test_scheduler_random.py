@@ -14,6 +14,7 @@ from jaxpaged.batch import build
 from jaxpaged.block_pool import BlockPool, block_digest
 from jaxpaged.request import Request
 from jaxpaged.scheduler import Scheduler, _Plan
+from jaxpaged.step_data import ON_DEVICE
 from toy_device import ToyEngine, expected_tokens
 
 TINY = {"num_device_blocks": 12, "max_num_seqs": 4, "block_size": 4, "max_model_len": 40}
@@ -72,6 +73,21 @@ def test_any_budget_and_block_size_with_caching_on_or_off_yields_the_same_tokens
     )
 
 
+@pytest.mark.parametrize("num_decode_steps", [1, 3, 8])
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_any_number_of_steps_in_flight_and_of_draws_in_a_step_yields_the_same_tokens(max_in_flight, num_decode_steps):
+    engine, members = serve(
+        300, seed=3, max_num_batched_tokens=24, max_in_flight=max_in_flight, num_decode_steps=num_decode_steps
+    )
+    assert engine.scheduler.num_preemptions > 30 and engine.scheduler.num_prefix_hits > 300
+    assert sum(m.finish_reason == "abort" for m in members) > 10
+    assert sum(m.finish_reason == "stop" for m in members) > 10
+    most_draws = max(r.num_draws for step in engine.steps for r in step.requests)
+    assert min(num_decode_steps, 2) <= most_draws <= num_decode_steps
+    has_unknown_tokens = any(r.token_ids == (ON_DEVICE,) for step in engine.steps for r in step.requests)
+    assert has_unknown_tokens == (max_in_flight > 1)
+
+
 @pytest.mark.parametrize("max_num_seqs", [3, 4, 9])
 def test_any_number_of_rows_yields_the_same_tokens(max_num_seqs):
     engine, _ = serve(80, seed=1, max_num_seqs=max_num_seqs, num_device_blocks=11)
@@ -89,10 +105,10 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.engine = ToyEngine(
-            num_device_blocks=7, max_num_seqs=3, block_size=2, max_model_len=14, max_num_batched_tokens=5
-        )
+            num_device_blocks=7, max_num_seqs=3, block_size=2, max_model_len=14, max_num_batched_tokens=5,
+            num_decode_steps=3,
+        )  # fmt: skip
         self.members: list[Request] = []
-        self.in_flight = None
 
     @rule(
         length=st.integers(1, 9), start=st.integers(0, 1), n=st.integers(1, 3), max_tokens=st.integers(1, 5),
@@ -102,24 +118,27 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         first = self.engine.add([start] * length, n=n, max_tokens=max_tokens, seed=seed, eos=range(100))
         self.members += [first, *first.siblings]
 
-    @precondition(lambda self: self.in_flight is None and self.engine.scheduler.has_unfinished())
+    @precondition(lambda self: len(self.engine.in_flight) < 3 and self.engine.scheduler.has_unfinished())
     @rule()
-    def schedule(self):
-        step = self.engine.schedule()
-        self.in_flight = step, self.engine.execute(step)
+    def launch(self):
+        self.engine.launch()
 
-    @precondition(lambda self: self.in_flight is not None)
+    @precondition(lambda self: self.engine.in_flight)
     @rule()
     def update(self):
-        self.engine.scheduler.update(*self.in_flight)
-        self.in_flight = None
+        self.engine.update()
+
+    @precondition(lambda self: self.engine.in_flight)
+    @rule()
+    def rewind(self):
+        self.engine.in_flight.clear()
+        self.engine.scheduler.rewind()
 
     @precondition(lambda self: any(not m.is_finished for m in self.members))
     @rule(data=st.data())
     def abort(self, data):
         self.engine.abort(data.draw(st.sampled_from([m for m in self.members if not m.is_finished])))
 
-    @precondition(lambda self: self.in_flight is None)
     @rule()
     def reset_prefix_cache(self):
         was_idle = self.engine.pool.num_used == 0
@@ -135,8 +154,8 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             assert not member.is_finished or member.finish_reason == "abort" or output == wanted
 
     def teardown(self):
-        if self.in_flight is not None:
-            self.update()
+        while self.engine.in_flight:
+            self.engine.update()
         self.engine.run(max_steps=1000)
         assert all(m.is_finished for m in self.members)
         assert self.engine.pool.num_used == 0
@@ -195,8 +214,8 @@ def copy_only_to_the_first_child(patch):
 def share_the_partial_block(patch):
     original = Scheduler._fork
 
-    def fork(self, plan, parent):
-        forked = original(self, plan, parent)
+    def fork(self, parent):
+        forked = original(self, parent)
         for child in forked:
             if child.num_computed_tokens % self.block_size:
                 self.pool.share(parent.block_ids[-1:])
@@ -218,9 +237,9 @@ def hit_the_block_of_the_last_token(patch):
 def count_one_hit_token_too_many(patch):
     original = Scheduler._start
 
-    def start(self, plan, request, block_ids, num_computed_tokens):
+    def start(self, request, block_ids, num_computed_tokens):
         is_hit = 0 < num_computed_tokens < request.num_tokens - 1 and not request.siblings
-        original(self, plan, request, block_ids, num_computed_tokens + is_hit)
+        original(self, request, block_ids, num_computed_tokens + is_hit)
 
     patch.setattr(Scheduler, "_start", start)
 
@@ -239,8 +258,8 @@ def leave_the_parent_out_of_the_digest(patch):
 def index_blocks_before_they_are_full(patch):
     original = Scheduler._digests
 
-    def index(self, request, start):
-        for i, digest in enumerate(original(self, request, request.num_tokens // self.block_size)):
+    def index(self, request):
+        for i, digest in enumerate(original(self, request, len(request.token_ids) // self.block_size)):
             if i < len(request.block_ids):
                 self.pool.index(request.block_ids[i], digest)
 
@@ -252,23 +271,62 @@ def hit_blocks_of_the_same_step(patch):
 
     def schedule_tokens(self, plan, request):
         original(self, plan, request)
-        if request.id in plan.scheduled and self.config.enable_prefix_caching:
-            scheduled = plan.scheduled[request.id]
+        if request in plan.scheduled and self.config.enable_prefix_caching:
+            scheduled = plan.scheduled[request]
             request.num_computed_tokens += scheduled.num_scheduled_tokens
-            self._index_full_blocks(request, scheduled.start)
+            self._index_full_blocks(request)
             request.num_computed_tokens -= scheduled.num_scheduled_tokens
 
     patch.setattr(Scheduler, "_schedule_tokens", schedule_tokens)
 
 
-def read_the_last_token_of_a_restarted_row_on_the_device(patch):
-    original = Scheduler._start
+def index_blocks_of_unknown_tokens(patch):
+    original = Scheduler._commit
 
-    def start(self, plan, request, block_ids, num_computed_tokens):
-        original(self, plan, request, block_ids, num_computed_tokens)
-        request.is_last_token_on_device = request.num_preemptions > 0
+    def commit(self, plan):
+        for request in self.running:
+            request.token_ids += [0] * (request.num_in_flight + 1)
+        step = original(self, plan)
+        for request in self.running:
+            del request.token_ids[-(request.num_in_flight + 1) :]
+        return step
 
-    patch.setattr(Scheduler, "_start", start)
+    patch.setattr(Scheduler, "_commit", commit)
+
+
+def restart_a_request_whose_token_is_in_flight(patch):
+    original = Scheduler._preempt
+
+    def preempt(self, plan, request):
+        request.num_in_flight = 0
+        original(self, plan, request)
+
+    patch.setattr(Scheduler, "_preempt", preempt)
+
+
+def take_outputs_in_the_wrong_order(patch):
+    original = Scheduler.update
+
+    def update(self, step, output):
+        return original(self, step, replace(output, token_id_ib=output.token_id_ib[:, ::-1]))
+
+    patch.setattr(Scheduler, "update", update)
+
+
+def draw_beyond_max_tokens(patch):
+    left = Request.num_draws_left.fget
+    patch.setattr(Request, "num_draws_left", property(lambda self: left(self) + 1))
+
+
+def keep_what_is_drawn_after_the_end(patch):
+    original = Request.append
+
+    def append(self, token_id):
+        original(self, token_id)
+        if self.finish_reason == "stop" and self.num_in_flight and self.num_output_tokens < self.max_tokens:
+            self.finish_reason = None
+
+    patch.setattr(Request, "append", append)
 
 
 def preempt_the_first_arrival(patch):
@@ -343,7 +401,11 @@ MUTATIONS = [
     leave_the_parent_out_of_the_digest,
     index_blocks_before_they_are_full,
     hit_blocks_of_the_same_step,
-    read_the_last_token_of_a_restarted_row_on_the_device,
+    index_blocks_of_unknown_tokens,
+    restart_a_request_whose_token_is_in_flight,
+    take_outputs_in_the_wrong_order,
+    draw_beyond_max_tokens,
+    keep_what_is_drawn_after_the_end,
     preempt_the_first_arrival,
     forget_to_release_rows,
     free_a_block_too_early,
@@ -360,5 +422,5 @@ def test_a_mutation_of_the_host_side_is_caught(mutation, monkeypatch):
     mutation(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError, IndexError, KeyError, ValueError)) as caught:
         for seed in (2, 4, 5):
-            serve(300, seed=seed, max_num_batched_tokens=10)
+            serve(300, seed=seed, max_num_batched_tokens=10, max_in_flight=2, num_decode_steps=1 + 2 * (seed == 5))
     print(f"{mutation.__name__}: {caught.type.__name__}: {caught.value}")

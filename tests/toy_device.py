@@ -5,6 +5,8 @@ that were attended to, read from the slots that the page table names, and the to
 copy, a stale hit or a wrong position leaves a wrong tuple behind, and wrong tokens follow from it.
 """
 
+from collections import deque
+
 import numpy as np
 
 from jaxpaged.batch import DROPPED, Buckets, build, make_buckets
@@ -12,7 +14,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.request import Request
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.scheduler import Scheduler
-from jaxpaged.step_data import ON_DEVICE, ScheduledStep, StepInputs, StepOutput
+from jaxpaged.step_data import NOT_DRAWN, ON_DEVICE, ScheduledStep, StepInputs, StepOutput
 
 VOCAB = 997
 STALE = (-7,)
@@ -45,6 +47,7 @@ class ToyDevice:
         self.page_table = np.full((buckets.num_rows, buckets.max_blocks), self.scratch_block, np.int32)
         self.last_token = [0] * buckets.num_rows
         self.seed_child = {}
+        self.stop_ids = {}
 
     def slot(self, row: int, position: int) -> tuple[int, int]:
         """(block, offset) of a row's token."""
@@ -55,17 +58,24 @@ class ToyDevice:
         self._update_rows(inputs)
         b = len(inputs.row_b)
         starts = np.minimum(np.arange(b + 1), inputs.num_requests) if inputs.is_decode else inputs.query_start_b1
-        token_id_b = np.zeros(b, np.int32)
+        most_draws = max(int(inputs.num_draws_b.max()), 1)
+        token_id_ib = np.full((most_draws, b), NOT_DRAWN, np.int32)
         written = {}
         for i in range(inputs.num_requests):
-            token_ids = inputs.token_t[starts[i] : starts[i + 1]]
+            token_ids = inputs.token_t[starts[i] : starts[i + 1]].tolist()
             row, context_len = int(inputs.row_b[i]), int(inputs.context_len_b[i])
             history = self._attend(i, row, context_len - len(token_ids), written)
             for token_id in token_ids:
-                history += (self.last_token[row] if token_id == ON_DEVICE else int(token_id),)
+                history += (self.last_token[row] if token_id == ON_DEVICE else token_id,)
                 self._write(i, row, history, written)
-            token_id_b[i] = self.last_token[row] = draw(history, *self.seed_child[row])
-        return StepOutput(token_id_b=token_id_b)
+            for d in range(max(int(inputs.num_draws_b[i]), 1)):
+                if d > 0:
+                    history += (self.last_token[row],)
+                    self._write(i, row, history, written)
+                token_id_ib[d, i] = self.last_token[row] = draw(history, *self.seed_child[row])
+                if token_id_ib[d, i] in self.stop_ids[row]:
+                    break
+        return StepOutput(token_id_ib=token_id_ib)
 
     def _copy(self, inputs: StepInputs):
         if inputs.copies is not None:
@@ -80,6 +90,7 @@ class ToyDevice:
             for u, row in enumerate(rows.row_u.tolist()):
                 if row != DROPPED:
                     self.page_table[row] = rows.page_table_up[u]
+                    self.stop_ids[row] = set(rows.stop_id_us[u].tolist()) - {NOT_DRAWN}
                     self.seed_child[row] = (int(rows.seed_u2[u, 0]) << 32 | int(rows.seed_u2[u, 1]), rows.child_u[u])
         if inputs.block_updates is not None:
             updates = inputs.block_updates
@@ -103,16 +114,22 @@ class ToyDevice:
 
 
 class ToyEngine:
-    """Scheduler, batch and toy device in a loop that checks every step."""
+    """Scheduler, batch and toy device in a loop that checks every step.
 
-    def __init__(self, *, digest_context: bytes = b"", **settings):
+    `max_in_flight` steps are scheduled and executed before the output of the first of them is told to the scheduler.
+    """
+
+    def __init__(self, *, digest_context: bytes = b"", max_in_flight: int = 1, **settings):
         defaults = {"block_size": 4, "num_device_blocks": 32, "max_model_len": 64, "max_num_seqs": 4}
-        self.config = EngineConfig(**(defaults | {"max_num_batched_tokens": 64} | settings))
+        defaults |= {"max_num_batched_tokens": 64, "num_decode_steps": 1}
+        self.config = EngineConfig(**(defaults | settings))
         self.buckets = make_buckets(self.config)
         self.scheduler = Scheduler(self.config, digest_context)
         self.device = ToyDevice(self.config, self.buckets)
         self.pool = self.scheduler.pool
         self.steps: list[ScheduledStep] = []
+        self.in_flight: deque[tuple[ScheduledStep, StepOutput]] = deque()
+        self._max_in_flight = max_in_flight
         self._num_arrived = 0
 
     def add(self, prompt, *, max_tokens=4, n=1, seed=0, eos=(), **params) -> Request:
@@ -137,13 +154,20 @@ class ToyEngine:
         self._num_arrived += n
         return members[0]
 
-    def schedule(self) -> ScheduledStep:
-        """The next step, which must be legal."""
-        step = self.scheduler.schedule()
-        assert step is not None
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, which must be legal; None only where steps are in flight."""
+        step = self.scheduler.schedule(self.config.num_decode_steps)
+        if step is None:
+            assert self.in_flight or not self.scheduler.has_unfinished()
+            self.scheduler.check()
+            return None
         budget = self.config.max_num_batched_tokens
         assert 1 <= step.num_scheduled_tokens <= budget, f"{step.num_scheduled_tokens} tokens in a budget of {budget}"
-        assert all(r.num_scheduled_tokens >= 1 for r in step.requests)
+        for scheduled in step.requests:
+            assert scheduled.num_scheduled_tokens >= 1
+            request = self.scheduler.requests[scheduled.request_id]
+            most = request.num_prompt_tokens + request.max_tokens - 1
+            assert scheduled.start + scheduled.num_computed_tokens <= most, "the last token needs no computing"
         rows = [r.row for r in step.requests]
         assert len(set(rows)) == len(rows), f"rows {rows} are not distinct"
         self.scheduler.check()
@@ -159,15 +183,28 @@ class ToyEngine:
         for scheduled in step.requests:
             request = self.scheduler.requests.get(scheduled.request_id)
             if request is not None:
-                self._check_slots(request, scheduled.start + scheduled.num_scheduled_tokens)
+                self._check_slots(request, scheduled.start + scheduled.num_computed_tokens)
         return output
+
+    def launch(self) -> bool:
+        """Schedules and executes a step, whose output stays in flight. False when there is none to be had."""
+        step = self.schedule()
+        if step is not None:
+            self.in_flight.append((step, self.execute(step)))
+        return step is not None
+
+    def update(self) -> ScheduledStep:
+        """Tells the scheduler of the oldest step in flight."""
+        step, output = self.in_flight.popleft()
+        self.scheduler.update(step, output)
+        self.scheduler.check()
+        return step
 
     def step(self) -> ScheduledStep:
         """One whole step."""
-        step = self.schedule()
-        self.scheduler.update(step, self.execute(step))
-        self.scheduler.check()
-        return step
+        while len(self.in_flight) < self._max_in_flight and self.launch():
+            pass
+        return self.update()
 
     def run(self, max_steps: int = 100_000):
         """Steps until nothing is left."""
@@ -185,7 +222,7 @@ class ToyEngine:
         self.scheduler.check()
 
     def _check_slots(self, request: Request, num_tokens: int):
-        for position in range(num_tokens):
+        for position in range(min(num_tokens, len(request.token_ids))):
             block, offset = self.device.slot(request.row, position)
             assert block == request.block_ids[position // self.config.block_size]
             found, wanted = self.device.blocks[block][offset], tuple(request.token_ids[: position + 1])

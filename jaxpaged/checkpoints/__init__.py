@@ -2,7 +2,7 @@
 
 A reader (safetensors, GGUF, Orbax) has `names()` and `tensors()`, an iterator of (Hugging Face name, array) that holds
 one array at a time. Everything else is common: names are checked before anything is read, then each weight is cast,
-fused with its neighbours and placed on the device.
+fused with its neighbours, placed on the device and quantized where that is asked for.
 """
 
 import json
@@ -23,7 +23,16 @@ from jaxpaged.checkpoints.hub import BUILT_IN, REPO_ID, built_in_file, download
 from jaxpaged.checkpoints.safetensors import SafetensorsFiles
 from jaxpaged.config import ModelConfig
 from jaxpaged.models import family_of
-from jaxpaged.models.weights import ParamSpec, Weights, param_specs, random_weights
+from jaxpaged.models.int8 import Int8Matrix
+from jaxpaged.models.weights import (
+    ParamSpec,
+    Weights,
+    is_weight_spec,
+    param_specs,
+    placed,
+    random_weights,
+    unquantized,
+)
 from jaxpaged.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 
@@ -150,24 +159,25 @@ class _Part:
     shape: tuple[int, ...]
 
 
-def load_weights(source: ModelSource, dtype: str, *, seed: int = 0) -> Weights:
-    """The weights on the device, in the tree and shapes of `param_specs(source.config, dtype)`.
+def load_weights(source: ModelSource, dtype: str, quantization: str | None = None, *, seed: int = 0) -> Weights:
+    """The weights on the device, in the tree and shapes of `param_specs(source.config, dtype, quantization)`.
 
-    Beyond them, host memory holds one tensor of the checkpoint and the fused weights that are not complete yet.
+    Beyond them, host memory holds one tensor of the checkpoint and the fused weights that are not complete yet; what is
+    to be quantized is in float32 until it is complete, on the device too for one weight at a time.
     ValueError lists names that are missing, left over or there twice, and shapes that do not fit.
     `seed` is for random weights (load_format "dummy").
     """
-    specs = param_specs(source.config, dtype)
+    specs = param_specs(source.config, dtype, quantization)
     if source.reader is None:
         return random_weights(specs, seed)
-    leaves, tree = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda x: isinstance(x, ParamSpec))
+    leaves, tree = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_weight_spec)
     path_to_spec = {jax.tree_util.keystr(path, simple=True, separator="."): spec for path, spec in leaves}
     name_to_part = _parts(source, path_to_spec)
     _check_names(source, name_to_part)
 
     num_open = Counter(part.path for part in name_to_part.values())
     buffers: dict[str, np.ndarray] = {}
-    arrays: dict[str, jax.Array] = {}
+    arrays: dict[str, jax.Array | Int8Matrix] = {}
     for name, tensor in source.tensors():
         part = name_to_part.get(name)
         if part is None:
@@ -178,15 +188,16 @@ def load_weights(source: ModelSource, dtype: str, *, seed: int = 0) -> Weights:
             )
         spec = path_to_spec[part.path]
         if part.path not in buffers:
-            buffers[part.path] = np.empty(spec.shape, jnp.dtype(spec.dtype))
+            whole = unquantized(spec)
+            buffers[part.path] = np.empty(whole.shape, jnp.dtype(whole.dtype))
         buffers[part.path][part.start : part.start + part.shape[0]] = tensor
         num_open[part.path] -= 1
         if not num_open[part.path]:
-            arrays[part.path] = jnp.asarray(buffers.pop(part.path))
+            arrays[part.path] = placed(buffers.pop(part.path), spec)
     return jax.tree.unflatten(tree, [arrays[path] for path in path_to_spec])
 
 
-def _parts(source: ModelSource, path_to_spec: dict[str, ParamSpec]) -> dict[str, _Part]:
+def _parts(source: ModelSource, path_to_spec: dict[str, ParamSpec | Int8Matrix]) -> dict[str, _Part]:
     """Name -> part, for every tensor that the checkpoint must have."""
     config = source.config
     num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -198,9 +209,9 @@ def _parts(source: ModelSource, path_to_spec: dict[str, ParamSpec]) -> dict[str,
             # Biases and head that this model does not have.
             if path not in path_to_spec:
                 continue
-            shape, axes = path_to_spec[path].shape, path_to_spec[path].axes
-            rows = fused_rows.get(axes[0] or "", shape[:1])
-            part = _Part(path, sum(rows[:index]), (rows[index], *shape[1:]))
+            whole = unquantized(path_to_spec[path])
+            rows = fused_rows.get(whole.axes[0] or "", whole.shape[:1])
+            part = _Part(path, sum(rows[:index]), (rows[index], *whole.shape[1:]))
             name_to_part[pattern.format(l=layer)] = part
     return name_to_part
 

@@ -86,7 +86,7 @@ class GGUFFile:
             if name == "rope_freqs.weight":
                 continue
             try:
-                array = dequantize(tensor.data, tensor.tensor_type)
+                array = dequantize(tensor.data.view(np.ndarray), tensor.tensor_type)
             except NotImplementedError:
                 raise ValueError(
                     f"{self.path}: {name} is stored as {tensor.tensor_type.name}, which the gguf package cannot "

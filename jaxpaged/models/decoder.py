@@ -4,6 +4,8 @@ Layers are a Python loop over per-layer weights and pools: XLA for GPUs copies s
 and a pool passed through `lax.scan` as inputs and outputs is copied whole everywhere.
 """
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -38,13 +40,13 @@ def forward(
     is_decode: bool,
 ) -> tuple[jax.Array, KVCache]:
     """(hidden_td after the last norm, kv with the tokens' K and V written)."""
-    hidden_td = weights.embed_vd.at[tokens.token_t].get(mode="clip")
+    hidden_td = layers.embedding(tokens.token_t, weights.embed_vd, weights.final_norm_d.dtype)
     angles = layers.rope_angles(tokens.position_t, config, max_model_len)
+    # Traced and lowered once, not for each layer; XLA inlines it.
+    layer = jax.jit(functools.partial(_layer, config, backend=backend, is_decode=is_decode))
     new_kv = []
     for layer_weights, layer_kv in zip(weights.layers, kv, strict=True):
-        hidden_td, layer_kv = _layer(
-            config, layer_weights, hidden_td, angles, tokens, layer_kv, backend=backend, is_decode=is_decode
-        )
+        hidden_td, layer_kv = layer(layer_weights, hidden_td, angles, tokens, layer_kv)
         new_kv.append(layer_kv)
     return layers.rms_norm(hidden_td, weights.final_norm_d, config.rms_norm_eps), tuple(new_kv)
 

@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 
 from jaxpaged.config import ModelConfig, RopeScaling
+from jaxpaged.models import int8
+from jaxpaged.models.int8 import Int8Matrix
 
 
 def rms_norm(x_td: jax.Array, gamma_d: jax.Array, eps: float) -> jax.Array:
@@ -21,9 +23,16 @@ def rms_norm(x_td: jax.Array, gamma_d: jax.Array, eps: float) -> jax.Array:
     return (x32_td * scale_t1).astype(x_td.dtype) * gamma_d[None]
 
 
-def linear(x_td: jax.Array, weight_od: jax.Array, bias_o: jax.Array | None = None) -> jax.Array:
-    """x Wᵀ + bias [t, o] in x's dtype, for W in a checkpoint's order [out, in]."""
-    y_to = lax.dot_general(x_td, weight_od, (((1,), (1,)), ((), ())), preferred_element_type=x_td.dtype)
+def matmul_nt(x_td: jax.Array, weight_od: jax.Array | Int8Matrix, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """x Wᵀ [t, o] in `dtype`, for W in a checkpoint's order [out, in]; x is quantized, row by row, for an int8 W."""
+    if isinstance(weight_od, Int8Matrix):
+        return int8.matmul_nt(int8.quantize(x_td), weight_od).astype(dtype)
+    return lax.dot_general(x_td, weight_od, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def linear(x_td: jax.Array, weight_od: jax.Array | Int8Matrix, bias_o: jax.Array | None = None) -> jax.Array:
+    """x Wᵀ + bias [t, o] in x's dtype."""
+    y_to = matmul_nt(x_td, weight_od, x_td.dtype)
     return y_to if bias_o is None else y_to + bias_o[None]
 
 
@@ -34,9 +43,16 @@ def gated_mlp(x_td, gate_up_od, down_df, gate_up_bias_o, down_bias_d) -> jax.Arr
     return linear(silu_tf * up_tf, down_df, down_bias_d)
 
 
-def logits(x_bd: jax.Array, head_vd: jax.Array) -> jax.Array:
+def logits(x_bd: jax.Array, head_vd: jax.Array | Int8Matrix) -> jax.Array:
     """x Wᵀ [b, v] in float32."""
-    return lax.dot_general(x_bd, head_vd, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return matmul_nt(x_bd, head_vd, jnp.float32)
+
+
+def embedding(token_t: jax.Array, embed_vd: jax.Array | Int8Matrix, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """The tokens' rows [t, d] in `dtype`; ids out of range are clipped."""
+    if isinstance(embed_vd, Int8Matrix):
+        return int8.take_rows(embed_vd, token_t).astype(dtype)
+    return embed_vd.at[token_t].get(mode="clip").astype(dtype)
 
 
 def rope_angles(position_t: jax.Array, config: ModelConfig, max_model_len: int) -> tuple[jax.Array, jax.Array]:

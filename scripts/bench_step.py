@@ -1,0 +1,206 @@
+"""Times one compiled step and its parts, and prints a JSON line for each size.
+
+    python scripts/bench_step.py --decode 2x200 16x250 32x400 --prefill 4x512
+
+`--decode 16x250`: one token for each of 16 requests with 250 tokens of context; `--prefill 4x512`: 4 whole prompts of
+512 tokens in one step. The parts run alone, on the same weights and shapes, in turns with the whole step, so that a
+noisy machine is noisy for all of them; figures are lower quartiles in milliseconds:
+
+  step_ms       the whole step, from its call to the tokens on the host
+  attention_ms  paged attention of all layers, new K and V written
+  matmul_ms     the products with the weights of all layers, one after another (int8: quantizing what is multiplied)
+  head_ms       logits and one draw for each request
+  rest_ms       the difference: norms, rotary embeddings, activations, residuals, and what the parts gain or lose alone
+  launch_ms     until the call of the whole step returns to the host
+  floor_ms      (bytes of weights + bytes of K and V) ÷ the memory bandwidth measured here, `bandwidth_gb_s`
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import platform
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpaged import Engine, sampler
+from jaxpaged.attention import paged_attention
+from jaxpaged.models import decoder, layers
+from jaxpaged.models.weights import Weights
+from jaxpaged.runner import StepShape
+from jaxpaged.steps import RowState
+
+
+def attention_of_all_layers(kv, qkv_tnh, query_start_b1, context_len_b, page_table_bp, *, model, backend, is_decode):
+    """(sum of the outputs, kv): the attention of a step, each layer's queries depending on the output before."""
+    n, k = model.num_heads, model.num_kv_heads
+    total_tnh, new_kv = jnp.zeros_like(qkv_tnh[:, :n]), []
+    num_requests = jnp.int32(context_len_b.shape[0])
+    for layer_kv in kv:
+        q_tnh, k_tkh, v_tkh = jnp.split(qkv_tnh, (n, n + k), axis=1)
+        out_tnh, layer_kv = paged_attention(
+            q_tnh + total_tnh * 1e-3, k_tkh, v_tkh, layer_kv,
+            query_start_b1, context_len_b, page_table_bp, num_requests,
+            backend=backend, scale=model.head_dim**-0.5, is_decode=is_decode,
+        )  # fmt: skip
+        total_tnh += out_tnh
+        new_kv.append(layer_kv)
+    return total_tnh.sum(), tuple(new_kv)
+
+
+def matmuls_of_all_layers(weights: Weights, x_td, *, model):
+    """A number that depends on every product of a step's layers."""
+    q, f = model.num_heads * model.head_dim, model.intermediate_size
+    for w in weights.layers:
+        x_td = layers.linear(layers.linear(x_td, w.qkv_od)[:, :q], w.out_do)
+        x_td = layers.linear(layers.linear(x_td, w.gate_up_od)[:, :f], w.down_df)
+    return x_td.sum()
+
+
+def head(weights: Weights, hidden_bd, rows: sampler.SamplingRows, position_b):
+    """One token for each request."""
+    return sampler.sample(decoder.logits(weights, hidden_bd), rows, position_b)
+
+
+class Parts:
+    """The compiled step of one size and its parts, each a function that runs it once and waits."""
+
+    def __init__(self, engine: Engine, num_requests: int, num_context: int, *, is_decode: bool):
+        self.runner, self.model, self.is_decode = engine._live_runner, engine.model_config, is_decode
+        self.per_request = 1 if is_decode else num_context
+        buckets, blocks = engine._buckets, -(-(num_context + 1) // engine.config.block_size)
+        b, t = num_requests, num_requests * self.per_request
+        tables = np.arange(b * blocks, dtype=np.int32).reshape(b, blocks) % engine.config.num_device_blocks
+        rng = np.random.default_rng(0)
+        table_rp = np.full((buckets.num_rows, buckets.max_blocks), self.runner.scratch_block, np.int32)
+        table_rp[:b, :blocks] = rng.permutation(b * blocks)[tables]
+        self.runner._state = self.runner._state.replace(page_table_rp=jnp.asarray(table_rp))
+        self.row_b, self.query_start_b1 = (
+            np.arange(b, dtype=np.int32),
+            np.arange(b + 1, dtype=np.int32) * self.per_request,
+        )
+        self.context_len_b = np.full(b, num_context, np.int32)
+        self.token_t = rng.integers(3, self.model.vocab_size, t).astype(np.int32)
+        if not is_decode:
+            b = next(n for n in buckets.prefill_requests(t) if n >= b)
+            pad = b - num_requests
+            self.row_b = np.pad(self.row_b, (0, pad), constant_values=buckets.padding_row)
+            self.query_start_b1 = np.pad(self.query_start_b1, (0, pad), mode="edge")
+            self.context_len_b = np.pad(self.context_len_b, (0, pad))
+        self.num_requests = num_requests
+        self.step_compiled = self.runner.compiler.get(StepShape(is_decode, t, b, buckets.logprobs[0]))
+        self._compile_parts(engine, jnp.asarray(table_rp[self.row_b]), t, b)
+
+    def _compile_parts(self, engine: Engine, page_table_bp, t: int, b: int):
+        model, dtype = self.model, jnp.dtype(engine.config.dtype)
+        heads = model.num_heads + 2 * model.num_kv_heads
+        attention = functools.partial(
+            attention_of_all_layers, model=model, backend=engine.config.attention_backend, is_decode=self.is_decode
+        )
+        self.qkv_tnh = jnp.ones((t, heads, model.head_dim), dtype)
+        self.attention_arguments = (self.qkv_tnh, self.query_start_b1, self.context_len_b, page_table_bp)
+        self.attention_compiled = jax.jit(attention, donate_argnums=0)
+        self.matmul_compiled = jax.jit(functools.partial(matmuls_of_all_layers, model=model))
+        self.x_td = jnp.ones((t, model.hidden_size), dtype)
+        self.head_compiled = jax.jit(head)
+        state: RowState = self.runner._state
+        per_row = [getattr(state, f.name)[self.row_b] for f in dataclasses.fields(state)]
+        self.rows = sampler.SamplingRows(*per_row[2:8])
+        self.x_bd = jnp.ones((b, model.hidden_size), dtype)
+
+    def step(self) -> float:
+        """Runs the step; seconds until its call returned."""
+        runner, start = self.runner, time.perf_counter()
+        if self.is_decode:
+            arguments = (self.token_t, self.row_b, self.context_len_b, np.ones_like(self.row_b))
+        else:
+            arguments = (self.token_t, self.row_b, self.query_start_b1, self.context_len_b, np.int32(self.num_requests))
+        drawn, runner._kv, runner._state = self.step_compiled(
+            runner.weights, runner._kv, runner._state, *arguments, np.bool_(False)
+        )
+        launch = time.perf_counter() - start
+        np.asarray(drawn.token_ib)
+        return launch
+
+    def attention(self):
+        total, self.runner._kv = self.attention_compiled(self.runner._kv, *self.attention_arguments)
+        total.block_until_ready()
+
+    def matmul(self):
+        self.matmul_compiled(self.runner.weights, self.x_td).block_until_ready()
+
+    def head(self):
+        self.head_compiled(self.runner.weights, self.x_bd, self.rows, self.context_len_b).block_until_ready()
+
+
+def quartile_ms(seconds: list[float]) -> float:
+    return round(1e3 * float(np.percentile(seconds, 25)), 2)
+
+
+def measure(engine: Engine, size: str, repeat: int, *, is_decode: bool) -> dict:
+    """The JSON line of one size."""
+    num_requests, num_context = map(int, size.split("x"))
+    parts = Parts(engine, num_requests, num_context, is_decode=is_decode)
+    functions = {"step": parts.step, "attention": parts.attention, "matmul": parts.matmul, "head": parts.head}
+    times: dict[str, list[float]] = {name: [] for name in (*functions, "launch")}
+    for i in range(repeat + 1):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            launch = function()
+            if i > 0:
+                times[name].append(time.perf_counter() - start)
+                if launch is not None:
+                    times["launch"].append(launch)
+    line = {f"{name}_ms": quartile_ms(seconds) for name, seconds in times.items()}
+    rest = line["step_ms"] - sum(line[f"{name}_ms"] for name in ("attention", "matmul", "head"))
+    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._live_runner.weights))
+    kv_bytes = num_requests * num_context * engine.memory_report().bytes_per_block / engine.config.block_size
+    gb_s = bandwidth_gb_s()
+    return {
+        ("decode" if is_decode else "prefill"): size,
+        **line,
+        "rest_ms": round(rest, 2),
+        "floor_ms": round((weight_bytes + kv_bytes) / gb_s / 1e6, 2),
+        "bandwidth_gb_s": round(gb_s, 1),
+        "tok_s": round(1e3 * num_requests * parts.per_request / line["step_ms"], 1),
+    }
+
+
+def bandwidth_gb_s() -> float:
+    """GB read a second by a sum over 512 MB."""
+    array = jnp.ones(2**27, jnp.float32)
+    total = jax.jit(jnp.sum)
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        total(array).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return array.nbytes / min(times) / 1e9
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--decode", nargs="*", default=[], metavar="REQUESTSxCONTEXT")
+    parser.add_argument("--prefill", nargs="*", default=[], metavar="REQUESTSxTOKENS")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default=None)
+    parser.add_argument("--repeat", type=int, default=20)
+    args = parser.parse_args()
+    settings = {"dtype": args.dtype, "quantization": args.quantization, "num_decode_steps": 1}
+    with Engine(args.model, **settings) as engine:
+        where = {"dtype": engine.config.dtype, "quantization": args.quantization, "platform": jax.devices()[0].platform}
+        where |= {"jax": jax.__version__, "python": platform.python_version()}
+        for size in args.decode:
+            print(json.dumps(measure(engine, size, args.repeat, is_decode=True) | where), flush=True)
+        for size in args.prefill:
+            print(json.dumps(measure(engine, size, args.repeat, is_decode=False) | where), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
