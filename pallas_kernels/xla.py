@@ -3,7 +3,7 @@
 Two forms, both looping over a few blocks at a time with online softmax, so that what is gathered stays in the cache
 (gathering all blocks at once reads memory three times slower on a CPU) and the work follows the lengths at hand:
 
-  decode   one query for each request; all requests advance together through their blocks;
+  decode   one query for each request; a flat list of (request, chunk of its tokens), some pairs at a time;
   tiles    the queries of a request in tiles of up to 64, one tile after another through its blocks.
 
 A step that mixes prompt chunks and decodes uses both: requests with one query take the first, the others the second.
@@ -21,7 +21,8 @@ from pallas_kernels.gpu.layout import HeadMajorKV
 
 _MASKED = -1e30
 _TILE = 64
-_TOKENS_PER_CHUNK_DECODE = 128
+_PAIRS = 16
+_TOKENS_PER_CHUNK_DECODE = 64
 _TOKENS_PER_CHUNK_TILE = 128
 
 
@@ -47,7 +48,8 @@ def paged_attention(
     query_len_b = query_start_b1[1:] - query_start_b1[:-1]
     is_there_b = (jnp.arange(query_len_b.shape[0]) < num_requests) & (context_len_b > 0)
     query_len_b = jnp.where(is_there_b, query_len_b, 0)
-    kv = _write(kv, k_tkh, v_tkh, query_start_b1, query_len_b, context_len_b, page_table_bp)
+    request_t = jnp.arange(q_tnh.shape[0]) if is_decode else request_of_token(query_start_b1, q_tnh.shape[0])
+    kv = _write(kv, k_tkh, v_tkh, request_t, query_start_b1, query_len_b, context_len_b, page_table_bp)
     attend = functools.partial(_attend, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
     if is_decode:
         live_len_b = jnp.where(query_len_b == 1, context_len_b, 0)
@@ -65,16 +67,15 @@ def paged_attention(
 
 def request_of_token(query_start_b1: jax.Array, num_tokens: int) -> jax.Array:
     """For each packed token the index of its request [t]; padding belongs to the last."""
-    request_t = jnp.searchsorted(query_start_b1, jnp.arange(num_tokens), side="right").astype(jnp.int32) - 1
-    return jnp.minimum(request_t, query_start_b1.shape[0] - 2)
+    # Comparing with all starts leaves no loop, which XLA would repeat in each layer.
+    request_t = jnp.searchsorted(query_start_b1, jnp.arange(num_tokens), side="right", method="compare_all") - 1
+    return jnp.minimum(request_t.astype(jnp.int32), query_start_b1.shape[0] - 2)
 
 
-def _write(kv, k_tkh, v_tkh, query_start_b1, query_len_b, context_len_b, page_table_bp) -> HeadMajorKV:
+def _write(kv, k_tkh, v_tkh, request_t, query_start_b1, query_len_b, context_len_b, page_table_bp) -> HeadMajorKV:
     """The pool with K and V of the new tokens in their slots; padded tokens are dropped."""
     num_blocks, block_size = kv.k.shape[0], kv.k.shape[2]
-    num_tokens = k_tkh.shape[0]
-    request_t = request_of_token(query_start_b1, num_tokens)
-    offset_t = jnp.arange(num_tokens) - query_start_b1[request_t]
+    offset_t = jnp.arange(k_tkh.shape[0]) - query_start_b1[request_t]
     position_t = context_len_b[request_t] - query_len_b[request_t] + offset_t
     block_t = page_table_bp[request_t, position_t // block_size]
     block_t = jnp.where((offset_t >= 0) & (offset_t < query_len_b[request_t]), block_t, num_blocks)
@@ -86,27 +87,50 @@ def _write(kv, k_tkh, v_tkh, query_start_b1, query_len_b, context_len_b, page_ta
     return HeadMajorKV(put(kv.k, k_tkh), put(kv.v, v_tkh))
 
 
+def _gather(pool, block_xc, num_tokens_x=None) -> jax.Array:
+    """K or V of chunks of c blocks, [x · k, c · s, h]; tokens from `num_tokens_x` on are 0 where that is given.
+
+    Whole rows of s · h elements are moved: XLA:CPU copies them with vector instructions on all cores, and zeroes the
+    rest in the same pass; the same gather in rows of h elements is copied one by one.
+    """
+    k, s, h = pool.shape[1:]
+    x, c = block_xc.shape
+    row_xkc = block_xc[:, None] * k + jnp.arange(k)[None, :, None]
+    x_xkce = pool.reshape(-1, s * h).at[row_xkc].get(mode="promise_in_bounds")
+    if num_tokens_x is not None:
+        element_ce = jnp.arange(c * s * h).reshape(c, s * h)
+        is_kept_xkce = element_ce[None, None] < num_tokens_x[:, None, None, None] * h
+        x_xkce = jnp.where(is_kept_xkce, x_xkce, jnp.zeros((), pool.dtype))
+    return x_xkce.reshape(x * k, c * s, h)
+
+
 def _attend(carry: Any, q_xgh, k_xsh, v_xsh, visible_xgs, *, scale, sliding_window, soft_cap, distance_xgs):
-    """One round of online softmax (arXiv:1805.02867) over a chunk of keys: (maximum, sum, weighted values), in f32."""
-    max_xg, sum_xg, out_xgh = carry
+    """A carry (maximum of the scores, sum of the weights, weighted values; in f32) with one more chunk of keys."""
     score_xgs = jnp.einsum("xgh,xsh->xgs", q_xgh, k_xsh, preferred_element_type=jnp.float32) * scale
     if soft_cap is not None:
         score_xgs = soft_cap * jnp.tanh(score_xgs / soft_cap)
     if sliding_window is not None:
         visible_xgs = visible_xgs & (distance_xgs < sliding_window)
     score_xgs = jnp.where(visible_xgs, score_xgs, _MASKED)
-    new_max_xg = jnp.maximum(max_xg, score_xgs.max(-1))
-    weight_xgs = jnp.where(visible_xgs, jnp.exp(score_xgs - new_max_xg[..., None]), 0)
-    decay_xg = jnp.exp(max_xg - new_max_xg)
+    max_xg = score_xgs.max(-1)
+    weight_xgs = jnp.where(visible_xgs, jnp.exp(score_xgs - max_xg[..., None]), 0)
     value_xgh = jnp.einsum("xgs,xsh->xgh", weight_xgs.astype(v_xsh.dtype), v_xsh, preferred_element_type=jnp.float32)
-    return new_max_xg, sum_xg * decay_xg + weight_xgs.sum(-1), out_xgh * decay_xg[..., None] + value_xgh
+    return _merge(carry, (max_xg, weight_xgs.sum(-1), value_xgh))
 
 
-def _start(x: int, g: int, h: int):
-    return jnp.full((x, g), _MASKED), jnp.zeros((x, g)), jnp.zeros((x, g, h))
+def _merge(old: Any, new: Any):
+    """The carry over the keys of both: online softmax (arXiv:1805.02867)."""
+    max_xg = jnp.maximum(old[0], new[0])
+    decay_old_xg, decay_new_xg = jnp.exp(old[0] - max_xg), jnp.exp(new[0] - max_xg)
+    out_xgh = old[2] * decay_old_xg[..., None] + new[2] * decay_new_xg[..., None]
+    return max_xg, old[1] * decay_old_xg + new[1] * decay_new_xg, out_xgh
 
 
-def _finish(carry, dtype) -> jax.Array:
+def _start(*xg: int, h: int):
+    return jnp.full(xg, _MASKED), jnp.zeros(xg), jnp.zeros((*xg, h))
+
+
+def _finish(carry: Any, dtype) -> jax.Array:
     """Weighted values over their weights; 0 where there was nothing to see."""
     _, sum_xg, out_xgh = carry
     return (out_xgh / jnp.where(sum_xg > 0, sum_xg, 1)[..., None]).astype(dtype)
@@ -114,73 +138,85 @@ def _finish(carry, dtype) -> jax.Array:
 
 def _padded_table(page_table_bp: jax.Array, blocks_per_chunk: int) -> jax.Array:
     """The page table widened to whole chunks; the added entries are masked by length."""
-    width = page_table_bp.shape[1]
-    return jnp.pad(page_table_bp, ((0, 0), (0, -width % blocks_per_chunk)))
+    return jnp.pad(page_table_bp, ((0, 0), (0, -page_table_bp.shape[1] % blocks_per_chunk)))
 
 
 def _decode(q_bnh, kv: HeadMajorKV, live_len_b, page_table_bp, attend) -> jax.Array:
-    """Attention of one query for each request [b, n, h]; rows of length 0 give 0 and cost nothing."""
+    """Attention of one query for each request [b, n, h]; rows of length 0 give 0 and cost nothing.
+
+    The pairs (request, chunk) stand in one list, request after request, and each round takes the next `pairs` of
+    them, whoever they belong to: the cost follows the sum of the lengths, not the longest. A request's chunks are
+    merged one by one and in order, so that its result does not depend on how its neighbours fill the rounds.
+    """
     b, n, h = q_bnh.shape
     k, s = kv.k.shape[1], kv.k.shape[2]
-    per_chunk = max(1, _TOKENS_PER_CHUNK_DECODE // s)
+    g, pairs, per_chunk = n // k, _PAIRS if b >= 8 else _PAIRS // 2, max(1, _TOKENS_PER_CHUNK_DECODE // s)
+    chunk = per_chunk * s
     table = _padded_table(page_table_bp, per_chunk)
-    q_xgh = q_bnh.reshape(b * k, n // k, h)
+    q_bkgh = q_bnh.reshape(b, k, g, h)
+    num_chunks_b = -(-live_len_b // chunk)
+    last_b = jnp.cumsum(num_chunks_b)
 
-    def gather(pool, block_bc):
-        return pool.at[block_bc].get(mode="promise_in_bounds").swapaxes(1, 2).reshape(b * k, per_chunk * s, h)
+    def one_round(i, carry):
+        pair_w = i * pairs + jnp.arange(pairs)
+        is_pair_w = pair_w < last_b[-1]
+        request_w = jnp.minimum((last_b[None] <= pair_w[:, None]).sum(1), b - 1)
+        chunk_w = jnp.where(is_pair_w, pair_w - (last_b - num_chunks_b)[request_w], 0)
+        left_w = jnp.where(is_pair_w, live_len_b[request_w] - chunk_w * chunk, 0)
+        block_wc = table[request_w[:, None], chunk_w[:, None] * per_chunk + jnp.arange(per_chunk)[None]]
+        distance_xgs = jnp.repeat(left_w - 1, k)[:, None, None] - jnp.arange(chunk)[None, None]
+        q_xgh = q_bkgh[request_w].reshape(pairs * k, g, h)
+        k_xsh, v_xsh = _gather(kv.k, block_wc), _gather(kv.v, block_wc, left_w)
+        start = _start(pairs * k, g, h=h)
+        chunks = attend(start, q_xgh, k_xsh, v_xsh, distance_xgs >= 0, distance_xgs=distance_xgs)
+        chunks = jax.tree.map(lambda x: x.reshape(pairs, k, *x.shape[1:]), chunks)
 
-    def body(i, carry):
-        block_bc = lax.dynamic_slice(table, (0, i * per_chunk), (b, per_chunk))
-        position_s = i * per_chunk * s + jnp.arange(per_chunk * s)
-        distance_bs = live_len_b[:, None] - 1 - position_s[None]
-        distance_xgs = jnp.repeat(distance_bs, k, axis=0)[:, None]
-        v_xsh = gather(kv.v, block_bc)
-        v_xsh = jnp.where((distance_xgs >= 0).swapaxes(1, 2), v_xsh, jnp.zeros((), v_xsh.dtype))
-        return attend(carry, q_xgh, gather(kv.k, block_bc), v_xsh, distance_xgs >= 0, distance_xgs=distance_xgs)
+        def one_pair(w, carry):
+            old = jax.tree.map(lambda x: x[request_w[w]], carry)
+            new = _merge(old, jax.tree.map(lambda x: x[w], chunks))
+            return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, request_w[w], 0), carry, new)
 
-    num_chunks = -(-live_len_b.max() // (per_chunk * s))
-    return _finish(lax.fori_loop(0, num_chunks, body, _start(b * k, n // k, h)), q_bnh.dtype).reshape(b, n, h)
+        return lax.fori_loop(0, pairs, one_pair, carry)
+
+    carry = lax.fori_loop(0, -(-last_b[-1] // pairs), one_round, _start(b, k, g, h=h))
+    return _finish(carry, q_bnh.dtype).reshape(b, n, h)
 
 
 def _tiles(q_tnh, kv: HeadMajorKV, query_start_b1, query_len_b, context_len_b, page_table_bp, attend) -> jax.Array:
-    """Causal attention of requests' queries, tile by tile [t, n, h]; requests of query length 0 are left out.
-
-    A tile's rows beyond its request's end hold garbage until the next tile, or the caller, overwrites them.
-    """
+    """Causal attention of requests' queries, tile by tile [t, n, h]; requests of query length 0 are left out."""
     t, n, h = q_tnh.shape
     k, s = kv.k.shape[1], kv.k.shape[2]
-    g, tile = n // k, min(_TILE, t)
-    per_chunk = max(1, _TOKENS_PER_CHUNK_TILE // s)
+    g, tile, per_chunk = n // k, min(_TILE, t), max(1, _TOKENS_PER_CHUNK_TILE // s)
+    chunk = per_chunk * s
     table = _padded_table(page_table_bp, per_chunk)
-    q_padded = jnp.pad(q_tnh, ((0, tile), (0, 0), (0, 0)))
-    last_tile_b = jnp.cumsum(-(-query_len_b // tile))
-    key_s = jnp.arange(per_chunk * s)
+    num_tiles_b = -(-query_len_b // tile)
+    last_tile_b = jnp.cumsum(num_tiles_b)
 
-    def gather(pool, block_c):
-        return pool.at[block_c].get(mode="promise_in_bounds").swapaxes(0, 1).reshape(k, per_chunk * s, h)
-
-    def one_tile(i, out):
-        r = jnp.searchsorted(last_tile_b, i, side="right")
-        done = (i - (last_tile_b[r] - -(-query_len_b[r] // tile))) * tile
-        start = query_start_b1[r] + done
-        first = context_len_b[r] - query_len_b[r] + done
-        last = jnp.minimum(first + tile, context_len_b[r])
-        q_kgh = lax.dynamic_slice(q_padded, (start, 0, 0), (tile, n, h))
+    def one_tile(i, out_tnh):
+        r = (last_tile_b <= i).sum()
+        start = query_start_b1[r] + (i - (last_tile_b - num_tiles_b)[r]) * tile
+        # The last tile of all may not fit: it begins earlier, and leaves the rows before `start` as they are.
+        begin = jnp.minimum(start, t - tile)
+        row_q = begin + jnp.arange(tile)
+        position_q = context_len_b[r] - query_len_b[r] + row_q - query_start_b1[r]
+        is_mine_q = (row_q >= start) & (position_q < context_len_b[r])
+        last = jnp.minimum(position_q[-1] + 1, context_len_b[r])
+        q_kgh = lax.dynamic_slice(q_tnh, (begin, 0, 0), (tile, n, h))
         q_kgh = q_kgh.reshape(tile, k, g, h).transpose(1, 2, 0, 3).reshape(k, g * tile, h)
-        position_g = jnp.tile(first + jnp.arange(tile), g)
+        position_g = jnp.tile(position_q, g)[:, None]
 
-        def body(c, carry):
-            block_c = lax.dynamic_slice(table, (r, c * per_chunk), (1, per_chunk))[0]
-            position_s = c * per_chunk * s + key_s
-            distance_gs = position_g[:, None] - position_s[None]
-            v_ksh = gather(kv.v, block_c)
-            v_ksh = jnp.where((position_s < last)[None, :, None], v_ksh, jnp.zeros((), v_ksh.dtype))
-            visible_gs = ((distance_gs >= 0) & (position_s < last)[None])[None]
-            return attend(carry, q_kgh, gather(kv.k, block_c), v_ksh, visible_gs, distance_xgs=distance_gs[None])
+        def one_chunk(c, carry):
+            block_xc = lax.dynamic_slice(table, (r, c * per_chunk), (1, per_chunk))
+            left = last - c * chunk
+            distance_gs = position_g - (c * chunk + jnp.arange(chunk))[None]
+            visible_gs = (distance_gs >= 0) & (jnp.arange(chunk) < left)[None]
+            k_ksh, v_ksh = _gather(kv.k, block_xc), _gather(kv.v, block_xc, left[None])
+            return attend(carry, q_kgh, k_ksh, v_ksh, visible_gs[None], distance_xgs=distance_gs[None])
 
-        carry = lax.fori_loop(0, -(-last // (per_chunk * s)), body, _start(k, g * tile, h))
+        carry = lax.fori_loop(0, -(-last // chunk), one_chunk, _start(k, g * tile, h=h))
         out_qnh = _finish(carry, q_tnh.dtype).reshape(k, g, tile, h).transpose(2, 0, 1, 3).reshape(tile, n, h)
-        return lax.dynamic_update_slice(out, out_qnh, (start, 0, 0))
+        old_qnh = lax.dynamic_slice(out_tnh, (begin, 0, 0), (tile, n, h))
+        out_qnh = jnp.where(is_mine_q[:, None, None], out_qnh, old_qnh)
+        return lax.dynamic_update_slice(out_tnh, out_qnh, (begin, 0, 0))
 
-    out = lax.fori_loop(0, last_tile_b[-1], one_tile, jnp.zeros_like(q_padded))
-    return out[:t]
+    return lax.fori_loop(0, last_tile_b[-1], one_tile, jnp.zeros_like(q_tnh))

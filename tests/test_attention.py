@@ -116,6 +116,30 @@ def test_bfloat16_matches_the_oracle_on_the_same_values():
     check(make_batch([(60, 1), (0, 90), (50, 30)], block_size=16), dtype=jnp.bfloat16, tolerance=2e-2)
 
 
+def decoded(batch, **options):
+    out_tnh, _ = attend(
+        batch.q_tnh, batch.k_tkh, batch.v_tkh, pack(*batch.kv), *batch.arguments(), scale=0.3, is_decode=True, **options
+    )
+    return np.asarray(out_tnh)
+
+
+def test_a_decode_beside_any_neighbours_yields_the_same_output():
+    """Bit for bit: its chunks are merged in order, however the neighbours' lengths fill the rounds."""
+    batch = make_batch([(150, 1), (9, 1), (120, 1), (70, 1), (0, 1), (159, 1), (64, 1), (33, 1)], block_size=16)
+    together = decoded(batch)
+    for i in range(8):
+        alone = dataclasses.replace(batch, context_len_b=np.where(np.arange(8) == i, batch.context_len_b, 0))
+        np.testing.assert_array_equal(decoded(alone)[i], together[i])
+
+
+def test_a_row_of_context_length_zero_yields_zero_and_writes_nothing():
+    batch = make_batch([(150, 1), (40, 1), (70, 1)], block_size=16, tokens=4, requests=4)
+    batch.context_len_b[1] = 0
+    out_tnh = decoded(batch)
+    assert not out_tnh[[1, 3]].any()
+    check(batch, is_decode=True)
+
+
 def test_a_wrong_block_is_noticed():
     batch = make_batch([(40, 2)], block_size=16)
     batch.page_table_bp[0, [0, 1]] = batch.page_table_bp[0, [1, 0]]
