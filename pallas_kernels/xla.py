@@ -87,21 +87,19 @@ def _write(kv, k_tkh, v_tkh, request_t, query_start_b1, query_len_b, context_len
     return HeadMajorKV(put(kv.k, k_tkh), put(kv.v, v_tkh))
 
 
-def _gather(pool, block_xc, num_tokens_x=None) -> jax.Array:
-    """K or V of chunks of c blocks, [x · k, c · s, h]; tokens from `num_tokens_x` on are 0 where that is given.
+def _gather(pool, block_xc, num_tokens_x) -> jax.Array:
+    """K or V of chunks of c blocks, [x · k, c · s, h]; what lies behind a chunk's first `num_tokens_x` tokens is 0.
 
-    Whole rows of s · h elements are moved: XLA:CPU copies them with vector instructions on all cores, and zeroes the
-    rest in the same pass; the same gather in rows of h elements is copied one by one.
+    Rows of s · h elements, and a mask on K too, though V alone needs one: in this form XLA:CPU moves whole vectors
+    (masked loads), without the mask it moves elements one by one.
     """
     k, s, h = pool.shape[1:]
     x, c = block_xc.shape
     row_xkc = block_xc[:, None] * k + jnp.arange(k)[None, :, None]
     x_xkce = pool.reshape(-1, s * h).at[row_xkc].get(mode="promise_in_bounds")
-    if num_tokens_x is not None:
-        element_ce = jnp.arange(c * s * h).reshape(c, s * h)
-        is_kept_xkce = element_ce[None, None] < num_tokens_x[:, None, None, None] * h
-        x_xkce = jnp.where(is_kept_xkce, x_xkce, jnp.zeros((), pool.dtype))
-    return x_xkce.reshape(x * k, c * s, h)
+    element_ce = jnp.arange(c * s * h).reshape(c, s * h)
+    is_kept_xkce = element_ce[None, None] < num_tokens_x[:, None, None, None] * h
+    return jnp.where(is_kept_xkce, x_xkce, jnp.zeros((), pool.dtype)).reshape(x * k, c * s, h)
 
 
 def _attend(carry: Any, q_xgh, k_xsh, v_xsh, visible_xgs, *, scale, sliding_window, soft_cap, distance_xgs):
@@ -166,7 +164,7 @@ def _decode(q_bnh, kv: HeadMajorKV, live_len_b, page_table_bp, attend) -> jax.Ar
         block_wc = table[request_w[:, None], chunk_w[:, None] * per_chunk + jnp.arange(per_chunk)[None]]
         distance_xgs = jnp.repeat(left_w - 1, k)[:, None, None] - jnp.arange(chunk)[None, None]
         q_xgh = q_bkgh[request_w].reshape(pairs * k, g, h)
-        k_xsh, v_xsh = _gather(kv.k, block_wc), _gather(kv.v, block_wc, left_w)
+        k_xsh, v_xsh = _gather(kv.k, block_wc, left_w), _gather(kv.v, block_wc, left_w)
         start = _start(pairs * k, g, h=h)
         chunks = attend(start, q_xgh, k_xsh, v_xsh, distance_xgs >= 0, distance_xgs=distance_xgs)
         chunks = jax.tree.map(lambda x: x.reshape(pairs, k, *x.shape[1:]), chunks)
@@ -210,7 +208,7 @@ def _tiles(q_tnh, kv: HeadMajorKV, query_start_b1, query_len_b, context_len_b, p
             left = last - c * chunk
             distance_gs = position_g - (c * chunk + jnp.arange(chunk))[None]
             visible_gs = (distance_gs >= 0) & (jnp.arange(chunk) < left)[None]
-            k_ksh, v_ksh = _gather(kv.k, block_xc), _gather(kv.v, block_xc, left[None])
+            k_ksh, v_ksh = _gather(kv.k, block_xc, left[None]), _gather(kv.v, block_xc, left[None])
             return attend(carry, q_kgh, k_ksh, v_ksh, visible_gs[None], distance_xgs=distance_gs[None])
 
         carry = lax.fori_loop(0, -(-last // chunk), one_chunk, _start(k, g * tile, h=h))

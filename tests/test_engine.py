@@ -10,8 +10,6 @@ import pytest
 
 import tiny
 from jaxpaged import LLM, Engine, RequestOutputKind, SamplingParams
-from jaxpaged.batch import make_buckets
-from jaxpaged.config import EngineConfig
 
 BLOCK_SIZE = 16
 SETTINGS = {"max_num_seqs": 8, "num_device_blocks": 64, "max_model_len": 256, "num_decode_steps": 1}
@@ -621,9 +619,9 @@ def test_a_full_warm_up_compiles_every_step_ahead_and_strict_refuses_any_other(m
         assert sorted(ahead) == sorted([*steps, "8 RowUpdates", "8 BlockUpdates", "8 BlockCopies"])
         generate(engine, [prompt_of(40), prompt_of(3), prompt_of(17)], [greedy(20), greedy(20), params])
         assert [step["shape"] for step in engine.stats()["compiled_steps"]] == ahead
-        monkeypatch.setattr(engine, "_buckets", make_buckets(EngineConfig(block_size=16, max_model_len=128)))
+        monkeypatch.setattr(engine._runner.compiler, "_compiled", {})
         engine.add_request(prompt_of(40), greedy(2))
-        with pytest.raises(RuntimeError, match=r"prefill of 48×2, .* not compiled ahead, and warmup='strict' forbids"):
+        with pytest.raises(RuntimeError, match=r"prefill of 16×2, .* not compiled ahead, and warmup='strict' forbids"):
             engine.step()
 
 

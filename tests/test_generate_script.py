@@ -4,6 +4,7 @@ Run as a program, this file is generate.py on the fake engine, for tests that ki
 """
 
 import contextlib
+import gzip
 import hashlib
 import importlib.util
 import json
@@ -602,6 +603,18 @@ def test_the_script_serves_a_model_end_to_end_and_draws_the_run(tmp_path):
     done = run_script(ROOT / "scripts" / "plot_run.py", stats, tmp_path / "s.png")
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_profile_names_the_parts_of_a_step_on_host_and_device(tmp_path):
+    (tmp_path / "p.jsonl").write_text(jsonl({"prompt_token_ids": [5, 6, 7], "max_tokens": 6}))
+    argv = ["--prompts", str(tmp_path / "p.jsonl"), "--model", tiny.model_directory(), "--quiet"]
+    argv += ["--max-model-len", "128", "--num-device-blocks", "12", "--max-num-seqs", "4"]
+    assert generate.main([*argv, "--output", str(tmp_path / "o.jsonl"), "--profile", str(tmp_path / "trace")]) == 0
+    [timeline] = (tmp_path / "trace").rglob("perfetto_trace.json.gz")
+    names = {event.get("name") for event in json.loads(gzip.decompress(timeline.read_bytes()))["traceEvents"]}
+    assert names >= {"schedule", "launch", "wait", "update", "detokenize"}
+    [trace] = (tmp_path / "trace").rglob("*.xplane.pb")
+    assert all(part in trace.read_bytes() for part in (b"attention/", b"mlp/", b"logits/", b"sample/"))
 
 
 if __name__ == "__main__":

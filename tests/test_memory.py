@@ -40,7 +40,7 @@ GPU = DeviceFacts(
     jax_version="0.0",
     has_native_bf16=True,
 )
-CPU = replace(GPU, platform="cpu", kind="a CPU", memory_in_use=0)
+CPU = replace(GPU, platform="cpu", kind="a CPU", memory_in_use=0, has_native_bf16=False)
 PER_BLOCK = 360_448
 
 

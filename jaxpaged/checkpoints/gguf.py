@@ -86,6 +86,7 @@ class GGUFFile:
             if name == "rope_freqs.weight":
                 continue
             try:
+                # As a plain array: the package slices it thousands of times, which numpy.memmap makes slow.
                 array = dequantize(tensor.data.view(np.ndarray), tensor.tensor_type)
             except NotImplementedError:
                 raise ValueError(
