@@ -1,5 +1,6 @@
 """The device's side of the engine: weights, KV pool, row state, compiled steps. Never sees a request."""
 
+import contextlib
 import functools
 import logging
 import math
@@ -298,6 +299,8 @@ class Runner:
     def _delete(self, *trees: Any):
         for array in jax.tree.leaves(trees):
             if not array.is_deleted():  # a step that failed has taken what it was given, and given nothing back
+                with contextlib.suppress(Exception):  # whoever waits for the step's output is told what went wrong
+                    array.block_until_ready()  # or what is still running would write to memory given away
                 array.delete()
 
     def _updated(self, state: Any, updates: RowUpdates | BlockUpdates | BlockCopies) -> Any:
