@@ -22,7 +22,9 @@ jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(prefix="jaxpaged
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-@pytest.fixture(autouse=True)
-def float32_unless_told_otherwise(monkeypatch):
-    """dtype="auto" means the same on every machine that runs these tests."""
-    monkeypatch.setattr(runner, "cpu_has_native_bf16", lambda: False)
+@pytest.fixture(autouse=True, scope="session")
+def float32_unless_told_otherwise():
+    """dtype="auto" means the same on every machine that runs these tests; before any engine that a module shares."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "cpu_has_native_bf16", lambda: False)
+        yield

@@ -579,6 +579,7 @@ def test_the_script_serves_a_model_end_to_end_and_draws_the_run(tmp_path):
         "--ignore-eos",
     ]
     argv += ["--max-model-len", "128", "--num-device-blocks", "12", "--max-num-seqs", "4", "--seed", "11"]
+    argv += ["--dtype", "float32"]
     script, output, stats = ROOT / "scripts" / "generate.py", tmp_path / "o.jsonl", tmp_path / "s.jsonl"
     done = run_script(script, *argv, "--output", output, "--stats-file", stats)
     assert done.returncode == 1, done.stderr
