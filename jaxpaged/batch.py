@@ -28,9 +28,6 @@ _NOBODY = StartedRow(row=DROPPED, block_ids=(), seed=0, child=0, temperature=0.0
 MOST_DRAWS = 8
 """Most decode steps in one call where the engine chooses."""
 
-_MIN_REQUESTS = 2
-"""XLA:CPU multiplies a single bfloat16 or int8 row 10 to 50 times slower than two."""
-
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
@@ -44,6 +41,8 @@ class Buckets:
     requests: tuple[int, ...]
     logprobs: tuple[int, ...]
     updates: tuple[int, ...]
+    min_requests: int
+    """XLA:CPU multiplies a single bfloat16 or int8 row 5 to 50 times slower than two, a float32 one twice as fast."""
     max_draws: int
     max_blocks: int
     num_rows: int
@@ -59,24 +58,26 @@ class Buckets:
         Coarse: a request costs a row of logits, less than half of what a token costs, where there are many tokens.
         """
         most = self.requests[-1]
-        sizes, size = [], max(_MIN_REQUESTS, num_tokens // 64)
+        sizes, size = [], max(self.min_requests, num_tokens // 64)
         while size < min(most, num_tokens):
             sizes.append(size)
             size *= 4
-        return (*sizes, min(most, max(num_tokens, _MIN_REQUESTS)))
+        return (*sizes, min(most, max(num_tokens, self.min_requests)))
 
 
 def make_buckets(config: EngineConfig) -> Buckets:
-    """Buckets of a resolved config: requests 2, 4, 8, 12, 16, 24, 32, … (at most a third of padding), tokens alike."""
+    """Buckets of a resolved config: requests 1, 2, 4, 8, 12, 16, 24, 32, … (a third padding at most), tokens alike."""
     assert config.max_model_len is not None and isinstance(config.block_size, int)
-    most_requests = max(min(config.max_num_seqs, config.max_num_batched_tokens), _MIN_REQUESTS)
+    min_requests = 1 if config.dtype == "float32" and config.quantization is None else 2
+    most_requests = max(min(config.max_num_seqs, config.max_num_batched_tokens), min_requests)
     max_draws = MOST_DRAWS if config.num_decode_steps == "auto" else config.num_decode_steps
     most_new_blocks = most_requests + (config.max_num_batched_tokens + most_requests * max_draws) // config.block_size
     return Buckets(
         tokens=_sizes(16, max(config.max_num_batched_tokens, 16)),
-        requests=(*(size for size in (2, 4, *_sizes(8, most_requests)) if size < most_requests), most_requests),
+        requests=tuple(sorted({b for b in (1, 2, 4, *_sizes(8, most_requests)) if min_requests <= b <= most_requests})),
         logprobs=tuple(sorted({min(20, config.max_logprobs), config.max_logprobs})),
         updates=_update_sizes(max(config.max_num_seqs, most_new_blocks)),
+        min_requests=min_requests,
         max_draws=max_draws,
         max_blocks=blocks_for(config.max_model_len, config.block_size),
         num_rows=config.max_num_seqs + 1,

@@ -37,6 +37,8 @@ class _Plan:
     def __init__(self, budget: int):
         self.budget = budget
         self.scheduled: dict[Request, ScheduledRequest] = {}
+        self.filled: set[bytes] = set()
+        """Digests of the blocks that this step fills with prompt."""
         self.most_draws = 1
         self.num_preempted = 0
         self.has_stalled = False
@@ -228,6 +230,9 @@ class Scheduler:
             is_prefill=start < request.num_prompt_tokens,
             num_logprobs=request.params.logprobs if num_draws else None,
         )
+        if num_tokens > 1 and self.config.enable_prefix_caching:
+            num_full = min(stop, num_known) // self.block_size
+            plan.filled.update(self._digests(request, num_full)[request.num_indexed_blocks : num_full])
 
     def _has_blocks_for(self, decodes: list[Request], most_draws: int) -> bool:
         """Whether all of them find blocks for `most_draws` tokens without a preemption."""
@@ -254,7 +259,8 @@ class Scheduler:
     def _admit(self, plan: _Plan):
         """Lets waiting requests run, in order, while budget, rows and blocks for the whole prompt are there.
 
-        Nobody is admitted in a step in which a running request lost its blocks or found none.
+        Nobody is admitted in a step in which a running request lost its blocks or found none. A request whose next
+        block of prompt is filled by this very step waits for the next one, where it can hit it.
         """
         while self.waiting and plan.budget and self._free_rows and not plan.num_preempted and not plan.has_stalled:
             if not self.pool.num_available:
@@ -263,6 +269,8 @@ class Scheduler:
             if request.num_in_flight:
                 break
             hits = self._match_prefix(request)
+            if len(hits) < self._num_cacheable(request) and request.digests[len(hits)] in plan.filled:
+                break
             needed = blocks_for(request.num_tokens, self.block_size) - len(hits)
             if needed > self.pool.num_available - self.pool.num_unheld(hits):
                 break
@@ -364,10 +372,12 @@ class Scheduler:
 
     def _match_prefix(self, request: Request) -> list[int]:
         """Cached blocks that the request can take up; the block of its last token is never one of them."""
-        if not self.config.enable_prefix_caching:
-            return []
-        num_blocks = (request.num_tokens - 1) // self.block_size
+        num_blocks = self._num_cacheable(request)
         return self.pool.match(self._digests(request, num_blocks)[:num_blocks])
+
+    def _num_cacheable(self, request: Request) -> int:
+        """Most blocks that a prefix hit of the request can cover."""
+        return (request.num_tokens - 1) // self.block_size if self.config.enable_prefix_caching else 0
 
     def _index_full_blocks(self, request: Request):
         """Makes the blocks findable that are full of tokens known and computed."""

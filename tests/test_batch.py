@@ -160,10 +160,10 @@ def test_the_widths_of_logprobs_end_at_the_most_that_may_be_asked_for(max_logpro
 
 
 def test_the_buckets_of_the_default_settings():
-    buckets = make_buckets(EngineConfig(block_size=16, max_model_len=2048))
-    assert buckets.requests == (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    buckets = make_buckets(EngineConfig(block_size=16, max_model_len=2048, dtype="float32"))
+    assert buckets.requests == (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
     assert buckets.tokens == (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-    assert buckets.prefill_requests(16) == (2, 8, 16)
+    assert buckets.prefill_requests(16) == (1, 4, 16)
     assert buckets.prefill_requests(256) == (4, 16, 64, 256)
     assert buckets.prefill_requests(2048) == (32, 128, 256)
     assert buckets.updates == (8, 64, 512)
@@ -173,11 +173,15 @@ def test_the_buckets_of_the_default_settings():
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 5, 7, 8, 20, 100, 256, 1000])
 @pytest.mark.parametrize("budget", [1, 2, 17, 100, 2048])
-def test_every_step_within_the_settings_has_a_bucket_and_none_has_a_single_row(max_num_seqs, budget):
-    config = EngineConfig(block_size=4, max_model_len=30, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
-    buckets = make_buckets(config)
+@pytest.mark.parametrize(
+    ("settings", "least"),
+    [({"dtype": "float32"}, 1), ({"dtype": "bfloat16"}, 2), ({"dtype": "float32", "quantization": "int8"}, 2)],
+)
+def test_every_step_within_the_settings_has_a_bucket_and_single_rows_are_float32(max_num_seqs, budget, settings, least):
+    settings |= {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+    buckets = make_buckets(EngineConfig(block_size=4, max_model_len=30, **settings))
     for sizes in (buckets.requests, buckets.tokens, *map(buckets.prefill_requests, buckets.tokens)):
-        assert list(sizes) == sorted(set(sizes)) and sizes[0] >= 2
+        assert list(sizes) == sorted(set(sizes)) and sizes[0] >= least
     most_requests = min(max_num_seqs, budget)
     assert all(pick_bucket(n, buckets.requests, "requests") >= n for n in range(1, most_requests + 1))
     for num_tokens in buckets.tokens:

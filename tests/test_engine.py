@@ -73,10 +73,10 @@ def test_a_prompt_of_exactly_k_blocks_sent_twice_hits_all_but_the_last(engine, n
     assert first.outputs[0].token_ids == second.outputs[0].token_ids == tiny.naive_greedy(prompt, 8)
 
 
-def test_two_equal_prompts_in_one_step_do_not_share_and_agree(engine):
+def test_of_two_equal_prompts_that_arrive_at_once_the_second_hits_what_the_first_computes(engine):
     prompt = prompt_of(40, seed=200)
     first, second = generate(engine, [prompt, prompt], greedy())
-    assert first.num_cached_tokens == second.num_cached_tokens == 0
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 40 // BLOCK_SIZE * BLOCK_SIZE)
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
 
 
@@ -615,13 +615,13 @@ def test_a_full_warm_up_compiles_every_step_ahead_and_strict_refuses_any_other(m
     params = SamplingParams(n=2, max_tokens=20, logprobs=3, temperature=1.0, seed=1)
     with Engine(tiny.model_directory(), warmup="strict", **settings) as engine:
         ahead = [step["shape"] for step in engine.stats()["compiled_steps"]]
-        steps = ["decode of 2, up to 20 logprobs", "prefill of 16×2, up to 20 logprobs"]
+        steps = [f"{kind}{b}, up to 20 logprobs" for kind in ("decode of ", "prefill of 16×") for b in (1, 2)]
         assert sorted(ahead) == sorted([*steps, "8 RowUpdates", "8 BlockUpdates", "8 BlockCopies"])
         generate(engine, [prompt_of(40), prompt_of(3), prompt_of(17)], [greedy(20), greedy(20), params])
         assert [step["shape"] for step in engine.stats()["compiled_steps"]] == ahead
         monkeypatch.setattr(engine._runner.compiler, "_compiled", {})
         engine.add_request(prompt_of(40), greedy(2))
-        with pytest.raises(RuntimeError, match=r"prefill of 16×2, .* not compiled ahead, and warmup='strict' forbids"):
+        with pytest.raises(RuntimeError, match=r"prefill of 16×1, .* not compiled ahead, and warmup='strict' forbids"):
             engine.step()
 
 

@@ -145,25 +145,40 @@ def test_a_hit_takes_up_the_very_blocks_and_computes_only_the_rest():
     assert step.started[0].block_ids == (0, 1, 2)
 
 
-def test_two_equal_prompts_in_one_step_do_not_share():
+def test_a_request_waits_for_the_step_that_fills_blocks_it_can_hit():
     engine = ToyEngine()
-    requests = [engine.add(prompt(9), max_tokens=3), engine.add(prompt(9), max_tokens=3)]
-    engine.step()
-    assert [r.block_ids for r in requests] == [[0, 1, 2], [3, 4, 5]]
+    requests = [engine.add(prompt(9), max_tokens=3), engine.add(prompt(9), max_tokens=3), engine.add([1], max_tokens=3)]
+    assert len(engine.step().requests) == 1, "the second would compute the same, the third keeps its place behind it"
+    step = engine.step()
+    assert [(r.start, len(r.token_ids)) for r in step.requests] == [(9, 1), (8, 1), (0, 1)]
+    assert requests[1].block_ids[:2] == requests[0].block_ids[:2]
+    assert requests[1].block_ids[2:] != requests[0].block_ids[2:]
     run_all(engine, requests)
-    assert [r.num_cached_tokens for r in requests] == [0, 0]
+    assert [r.num_cached_tokens for r in requests] == [0, 8, 0]
+
+
+def test_a_request_whose_own_blocks_nobody_fills_is_not_kept_waiting():
+    engine = ToyEngine()
+    engine.add([*prompt(4), 1, 2, 3, 4, 5], max_tokens=3)
+    run_all(engine, [engine.add([*prompt(4), 9], max_tokens=1)])
+    both = [engine.add([*prompt(4), *(k,) * 5], max_tokens=3) for k in (6, 7)]
+    assert len(engine.step().requests) == 2, "the common block is known already"
+    run_all(engine, both)
+    assert [r.num_cached_tokens for r in both] == [4, 4]
 
 
 def test_a_block_is_hit_from_the_next_schedule_on():
     engine = ToyEngine(max_num_batched_tokens=12)
     first = engine.add(prompt(20), max_tokens=3)
-    second = engine.add(prompt(20), max_tokens=3)
+    second = engine.add([*prompt(16), 7], max_tokens=3)
+    third = engine.add([*prompt(12), 8], max_tokens=3)
     engine.step()
     engine.step()
-    assert second.num_cached_tokens == 12, "the blocks of the step before, and not those of the same one"
-    assert second.block_ids[:3] == first.block_ids[:3]
-    assert second.block_ids[3:] != first.block_ids[3:4]
-    run_all(engine, [first, second])
+    assert second.num_cached_tokens is None, "it waits for the fourth block"
+    engine.step()
+    assert (second.num_cached_tokens, third.num_cached_tokens) == (16, 12)
+    assert second.block_ids[:4] == first.block_ids[:4]
+    run_all(engine, [first, second, third])
 
 
 def test_blocks_filled_by_decoding_are_hit_too():

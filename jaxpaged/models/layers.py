@@ -4,6 +4,7 @@ b requests, t packed tokens, d model, f MLP hidden, n query heads, k KV heads, h
 o a fused output axis, l layers, p blocks of a request, s slots of a block, 1 an axis of one (or one more: b1).
 """
 
+import functools
 import math
 
 import jax
@@ -23,11 +24,31 @@ def rms_norm(x_td: jax.Array, gamma_d: jax.Array, eps: float) -> jax.Array:
     return (x32_td * scale_t1).astype(x_td.dtype) * gamma_d[None]
 
 
+_MOST_ROWS_IN_HALVES = 16
+
+
 def matmul_nt(x_td: jax.Array, weight_od: jax.Array | Int8Matrix, dtype: jax.typing.DTypeLike) -> jax.Array:
     """x Wᵀ [t, o] in `dtype`, for W in a checkpoint's order [out, in]; x is quantized, row by row, for an int8 W."""
     if isinstance(weight_od, Int8Matrix):
         return int8.matmul_nt(int8.quantize(x_td), weight_od).astype(dtype)
+    whole = functools.partial(_matmul_nt, dtype=dtype)
+    if x_td.shape[0] > _MOST_ROWS_IN_HALVES or weight_od.shape[0] % 2:
+        return whole(x_td, weight_od)
+    return lax.platform_dependent(
+        x_td, weight_od, cpu=functools.partial(_matmul_nt_in_halves, dtype=dtype), default=whole
+    )
+
+
+def _matmul_nt(x_td, weight_od, *, dtype) -> jax.Array:
     return lax.dot_general(x_td, weight_od, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def _matmul_nt_in_halves(x_td, weight_od, *, dtype) -> jax.Array:
+    """The same, half of the outputs each, as a batch of two W xᵀ: for few rows XLA:CPU takes 10 to 35 % less time."""
+    (t, d), o = x_td.shape, weight_od.shape[0]
+    x_2td, weight_2od = jnp.broadcast_to(x_td, (2, t, d)), weight_od.reshape(2, o // 2, d)
+    y_2ot = lax.dot_general(weight_2od, x_2td, (((2,), (2,)), ((0,), (0,))), preferred_element_type=dtype)
+    return y_2ot.transpose(2, 0, 1).reshape(t, o)
 
 
 def linear(x_td: jax.Array, weight_od: jax.Array | Int8Matrix, bias_o: jax.Array | None = None) -> jax.Array:
