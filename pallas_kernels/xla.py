@@ -3,8 +3,10 @@
 Two forms, both looping over a few blocks at a time with online softmax, so that what is gathered stays in the cache
 (gathering all blocks at once reads memory three times slower on a CPU) and the work follows the lengths at hand:
 
-  decode   one query for each request; a flat list of (request, chunk of its tokens), some pairs at a time;
-  tiles    the queries of a request in tiles of up to 64, one tile after another through its blocks.
+  decode   one query for each request; a flat list of (request, chunk of its tokens), some pairs at a time. Chunks that
+           all requests begin with (a shared prefix in the same blocks) are gathered once for all of them before that;
+  tiles    the queries of a request in tiles of up to 64, or of 16 where it has no more, one tile after another through
+           its blocks.
 
 A step that mixes prompt chunks and decodes uses both: requests with one query take the first, the others the second.
 Scores of absent positions are masked, and their V is zero before the product, so that NaN in stale slots stays there.
@@ -21,9 +23,12 @@ from pallas_kernels.gpu.layout import HeadMajorKV
 
 _MASKED = -1e30
 _TILE = 64
+_SHORT_TILE = 16
 _PAIRS = 16
+_FEWEST_THAT_SHARE = 8
 _TOKENS_PER_CHUNK_DECODE = 64
 _TOKENS_PER_CHUNK_TILE = 128
+_TOKENS_PER_CHUNK_SHARED = 128
 
 
 def paged_attention(
@@ -56,9 +61,13 @@ def paged_attention(
         return _decode(q_tnh, kv, live_len_b, page_table_bp, attend), kv
 
     is_single_b = query_len_b == 1
-    out_tnh = _tiles(
-        q_tnh, kv, query_start_b1, jnp.where(is_single_b, 0, query_len_b), context_len_b, page_table_bp, attend
-    )
+    many_len_b, out_tnh = jnp.where(is_single_b, 0, query_len_b), jnp.zeros_like(q_tnh)
+    tiles = functools.partial(_tiles, q_tnh, kv, query_start_b1, context_len_b, page_table_bp, attend)
+    if query_len_b.shape[0] * _SHORT_TILE >= q_tnh.shape[0]:  # else few requests can be that short
+        is_short_b = many_len_b <= _SHORT_TILE
+        out_tnh = tiles(jnp.where(is_short_b, many_len_b, 0), out_tnh, _SHORT_TILE)
+        many_len_b = jnp.where(is_short_b, 0, many_len_b)
+    out_tnh = tiles(many_len_b, out_tnh, _TILE)
     single_t = jnp.where(is_single_b, query_start_b1[:-1], q_tnh.shape[0])
     q_bnh = q_tnh.at[single_t].get(mode="fill", fill_value=0)
     out_bnh = _decode(q_bnh, kv, jnp.where(is_single_b, context_len_b, 0), page_table_bp, attend)
@@ -152,14 +161,18 @@ def _decode(q_bnh, kv: HeadMajorKV, live_len_b, page_table_bp, attend) -> jax.Ar
     chunk = per_chunk * s
     table = _padded_table(page_table_bp, per_chunk)
     q_bkgh = q_bnh.reshape(b, k, g, h)
-    num_chunks_b = -(-live_len_b // chunk)
+    carry, num_shared = _start(b, k, g, h=h), 0
+    if b >= _FEWEST_THAT_SHARE:
+        num_shared = _num_shared_blocks(page_table_bp, live_len_b, s) // per_chunk
+        carry = _decode_shared(q_bkgh, kv, live_len_b, page_table_bp, num_shared * chunk, attend)
+    num_chunks_b = jnp.maximum(-(-live_len_b // chunk) - num_shared, 0)
     last_b = jnp.cumsum(num_chunks_b)
 
     def one_round(i, carry):
         pair_w = i * pairs + jnp.arange(pairs)
         is_pair_w = pair_w < last_b[-1]
         request_w = jnp.minimum((last_b[None] <= pair_w[:, None]).sum(1), b - 1)
-        chunk_w = jnp.where(is_pair_w, pair_w - (last_b - num_chunks_b)[request_w], 0)
+        chunk_w = jnp.where(is_pair_w, num_shared + pair_w - (last_b - num_chunks_b)[request_w], 0)
         left_w = jnp.where(is_pair_w, live_len_b[request_w] - chunk_w * chunk, 0)
         block_wc = table[request_w[:, None], chunk_w[:, None] * per_chunk + jnp.arange(per_chunk)[None]]
         distance_xgs = jnp.repeat(left_w - 1, k)[:, None, None] - jnp.arange(chunk)[None, None]
@@ -176,15 +189,47 @@ def _decode(q_bnh, kv: HeadMajorKV, live_len_b, page_table_bp, attend) -> jax.Ar
 
         return lax.fori_loop(0, pairs, one_pair, carry)
 
-    carry = lax.fori_loop(0, -(-last_b[-1] // pairs), one_round, _start(b, k, g, h=h))
+    carry = lax.fori_loop(0, -(-last_b[-1] // pairs), one_round, carry)
     return _finish(carry, q_bnh.dtype).reshape(b, n, h)
 
 
-def _tiles(q_tnh, kv: HeadMajorKV, query_start_b1, query_len_b, context_len_b, page_table_bp, attend) -> jax.Array:
-    """Causal attention of requests' queries, tile by tile [t, n, h]; requests of query length 0 are left out."""
+def _num_shared_blocks(page_table_bp, live_len_b, block_size: int) -> jax.Array:
+    """How many full blocks all requests of length above 0 begin with; 0 where there is one such request or none."""
+    is_live_b = live_len_b > 0
+    first = page_table_bp[jnp.argmax(is_live_b)]
+    is_same_p = jnp.all((page_table_bp == first[None]) | ~is_live_b[:, None], axis=0)
+    num_same = jnp.argmin(jnp.append(is_same_p, False))
+    num_full = jnp.min(jnp.where(is_live_b, live_len_b, jnp.iinfo(jnp.int32).max)) // block_size
+    return jnp.where(is_live_b.sum() > 1, jnp.minimum(num_same, num_full), 0)
+
+
+def _decode_shared(q_bkgh, kv: HeadMajorKV, live_len_b, page_table_bp, num_tokens, attend):
+    """The carry of all requests over their first `num_tokens` tokens, which are in the same blocks for all."""
+    (b, k, g, h), s = q_bkgh.shape, kv.k.shape[2]
+    per_chunk = max(1, _TOKENS_PER_CHUNK_SHARED // s)
+    chunk, row = per_chunk * s, jnp.argmax(live_len_b > 0)
+    table = _padded_table(page_table_bp, per_chunk)
+    q_xgh = q_bkgh.transpose(1, 0, 2, 3).reshape(k, b * g, h)
+    last_g1 = jnp.repeat(live_len_b - 1, g)[:, None]
+
+    def one_chunk(c, carry):
+        block_xc, left = lax.dynamic_slice(table, (row, c * per_chunk), (1, per_chunk)), num_tokens - c * chunk
+        k_xsh, v_xsh = (_gather(pool, block_xc, left[None]) for pool in (kv.k, kv.v))
+        visible_gs = (last_g1 >= 0) & (jnp.arange(chunk) < left)[None]
+        distance_gs = last_g1 - (c * chunk + jnp.arange(chunk))[None]
+        return attend(carry, q_xgh, k_xsh, v_xsh, visible_gs[None], distance_xgs=distance_gs[None])
+
+    carry = lax.fori_loop(0, -(-num_tokens // chunk), one_chunk, _start(k, b * g, h=h))
+    return jax.tree.map(lambda x: x.reshape(k, b, g, *x.shape[2:]).swapaxes(0, 1), carry)
+
+
+def _tiles(
+    q_tnh, kv: HeadMajorKV, query_start_b1, context_len_b, page_table_bp, attend, query_len_b, out_tnh, tile: int
+) -> jax.Array:
+    """`out_tnh` with causal attention of requests' queries, tile by tile; requests of query length 0 are left out."""
     t, n, h = q_tnh.shape
     k, s = kv.k.shape[1], kv.k.shape[2]
-    g, tile, per_chunk = n // k, min(_TILE, t), max(1, _TOKENS_PER_CHUNK_TILE // s)
+    g, tile, per_chunk = n // k, min(tile, t), max(1, _TOKENS_PER_CHUNK_TILE // s)
     chunk = per_chunk * s
     table = _padded_table(page_table_bp, per_chunk)
     num_tiles_b = -(-query_len_b // tile)
@@ -217,4 +262,4 @@ def _tiles(q_tnh, kv: HeadMajorKV, query_start_b1, query_len_b, context_len_b, p
         out_qnh = jnp.where(is_mine_q[:, None, None], out_qnh, old_qnh)
         return lax.dynamic_update_slice(out_tnh, out_qnh, (begin, 0, 0))
 
-    return lax.fori_loop(0, last_tile_b[-1], one_tile, jnp.zeros_like(q_tnh))
+    return lax.fori_loop(0, last_tile_b[-1], one_tile, out_tnh)

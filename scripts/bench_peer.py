@@ -1,8 +1,9 @@
 """Serves workloads on another engine: what `bench_throughput.py --peer` starts, in that engine's environment.
 
 It imports nothing of jaxpaged and no jax. Its first line on stdout says what it is: {"peer", "version", "start_s"}.
-Then each line on stdin is one run, {"prompt_token_ids": [[…], …], "max_tokens": […]}: all requests arrive at once, are
-decoded greedily, do not stop at EOS, and find nothing of earlier runs in a prefix cache. Each is answered by a line
+Then each line on stdin is one run, {"prompt_token_ids": [[…], …], "max_tokens": […], "is_hot": …}: all requests arrive
+at once, are decoded greedily, do not stop at EOS, and find nothing of earlier runs in a prefix cache unless `is_hot`,
+which vLLM alone can do. Each is answered by a line
 
   seconds    from the arrival to the last token
   arrivals   for each request: [seconds, number of tokens] of each time that it got some
@@ -26,8 +27,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-Serve = Callable[[list[list[int]], list[int]], dict]
-"""(prompts, max_tokens) → the line that answers a run."""
+Serve = Callable[[list[list[int]], list[int], bool], dict]
+"""(prompts, max_tokens, is_hot) → the line that answers a run."""
 
 
 class Arrivals:
@@ -67,8 +68,9 @@ def start_vllm(args: argparse.Namespace) -> tuple[str, Serve]:
     llm = LLM(str(args.model), dtype=args.dtype, skip_tokenizer_init=True, max_num_seqs=256, disable_log_stats=True)
     engine = llm.llm_engine
 
-    def serve(prompts: list[list[int]], max_tokens: list[int]) -> dict:
-        llm.reset_prefix_cache()
+    def serve(prompts: list[list[int]], max_tokens: list[int], is_hot: bool) -> dict:
+        if not is_hot:
+            llm.reset_prefix_cache()
         arrivals = Arrivals(len(prompts))
         for i, (prompt, n) in enumerate(zip(prompts, max_tokens, strict=True)):
             greedy = SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, detokenize=False)
@@ -113,7 +115,7 @@ def start_hf(args: argparse.Namespace) -> tuple[str, Serve]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(device).eval()
 
-    def serve(prompts: list[list[int]], max_tokens: list[int]) -> dict:
+    def serve(prompts: list[list[int]], max_tokens: list[int], is_hot: bool) -> dict:
         arrivals = Arrivals(len(prompts))
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
@@ -163,7 +165,7 @@ def start_llamacpp(args: argparse.Namespace) -> tuple[str, Serve]:
     atexit.register(server.kill)
     wait_until_healthy(server, port)
 
-    def serve(prompts: list[list[int]], max_tokens: list[int]) -> dict:
+    def serve(prompts: list[list[int]], max_tokens: list[int], is_hot: bool) -> dict:
         arrivals = Arrivals(len(prompts))
         failures: list[str] = []
         requests = zip(prompts, max_tokens, strict=True)
@@ -232,7 +234,7 @@ def main() -> int:
     print(json.dumps(ready), file=answers, flush=True)
     for line in sys.stdin:
         run = json.loads(line)
-        print(json.dumps(serve(run["prompt_token_ids"], run["max_tokens"])), file=answers, flush=True)
+        print(json.dumps(serve(run["prompt_token_ids"], run["max_tokens"], run["is_hot"])), file=answers, flush=True)
     return 0
 
 

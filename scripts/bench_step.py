@@ -6,13 +6,15 @@
 512 tokens in one step. The parts run alone, on the same weights and shapes, in turns with the whole step, so that a
 noisy machine is noisy for all of them; figures are lower quartiles in milliseconds:
 
-  step_ms       the whole step, from its call to the tokens on the host
-  attention_ms  paged attention of all layers, new K and V written
-  matmul_ms     the products with the weights of all layers, one after another (int8: quantizing what is multiplied)
-  head_ms       logits and one draw for each request
-  rest_ms       the difference: norms, rotary embeddings, activations, residuals, and what the parts gain or lose alone
-  launch_ms     until the call of the whole step returns to the host
-  floor_ms      (bytes of weights + bytes of K and V) ÷ the memory bandwidth measured here, `bandwidth_gb_s`
+  step_ms         the whole step, from its call to the tokens on the host
+  attention_ms    paged attention of all layers, new K and V written
+  matmul_ms       the products with the weights of all layers, one after another (int8: quantizing what is multiplied)
+  head_ms         logits and one draw for each request
+  elementwise_ms  norms, rotary embeddings, activations and residuals of all layers
+  rest_ms         the difference: what the parts gain or lose alone
+  launch_ms       until the call of the whole step returns to the host
+  floors_ms       of each part and of the step: the greater of its bytes ÷ `bandwidth_gb_s` and its operations ÷
+                  `peak_gflop_s`, both measured here (a sum over 512 MB, a product of two 2048×2048 matrices)
 """
 
 import argparse
@@ -26,6 +28,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxpaged import Engine, sampler
 from jaxpaged.attention import paged_attention
@@ -61,9 +64,27 @@ def matmuls_of_all_layers(weights: Weights, x_td, *, model):
     return x_td.sum()
 
 
+def elementwise_of_all_layers(weights: Weights, x_td, qkv_tnh, gate_up_to, position_t, *, model, max_model_len):
+    """A number that depends on all that a step's layers do between products and attention."""
+    angles, n, k = layers.rope_angles(position_t, model, max_model_len), model.num_heads, model.num_kv_heads
+    for w in weights.layers:
+        y_td = layers.rms_norm(x_td, w.attention_norm_d, model.rms_norm_eps)
+        q_tnh, k_tkh, _ = jnp.split(qkv_tnh * y_td[:, :1, None], (n, n + k), axis=1)
+        # The barrier has them computed whole, though few of their columns are used here.
+        turned = layers.rotate(q_tnh, *angles), layers.rotate(k_tkh, *angles)
+        q_tnh, k_tkh = lax.optimization_barrier(turned)
+        x_td += q_tnh[:, 0, :1] + k_tkh[:, 0, :1]
+        y_td = layers.rms_norm(x_td, w.mlp_norm_d, model.rms_norm_eps)
+        x_td += lax.optimization_barrier(layers.gated(gate_up_to * y_td[:, :1]))[:, :1]
+    return x_td.sum()
+
+
 def head(weights: Weights, hidden_bd, rows: sampler.SamplingRows, position_b):
     """One token for each request."""
     return sampler.sample(decoder.logits(weights, hidden_bd), rows, position_b)
+
+
+PARTS = ("attention", "matmul", "head", "elementwise")
 
 
 class Parts:
@@ -84,6 +105,7 @@ class Parts:
             np.arange(b + 1, dtype=np.int32) * self.per_request,
         )
         self.context_len_b = np.full(b, num_context, np.int32)
+        self.position_t = np.arange(t, dtype=np.int32) % num_context
         self.token_t = rng.integers(3, self.model.vocab_size, t).astype(np.int32)
         if not is_decode:
             b = next(n for n in buckets.prefill_requests(t) if n >= b)
@@ -106,6 +128,11 @@ class Parts:
         self.attention_compiled = jax.jit(attention, donate_argnums=0)
         self.matmul_compiled = jax.jit(functools.partial(matmuls_of_all_layers, model=model))
         self.x_td = jnp.ones((t, model.hidden_size), dtype)
+        elementwise = functools.partial(
+            elementwise_of_all_layers, model=model, max_model_len=engine.config.max_model_len
+        )
+        self.elementwise_compiled = jax.jit(elementwise)
+        self.gate_up_to = jnp.ones((t, 2 * model.intermediate_size), dtype)
         self.head_compiled = jax.jit(head)
         state: RowState = self.runner._state
         per_row = [getattr(state, f.name)[self.row_b] for f in dataclasses.fields(state)]
@@ -133,6 +160,10 @@ class Parts:
     def matmul(self):
         self.matmul_compiled(self.runner.weights, self.x_td).block_until_ready()
 
+    def elementwise(self):
+        arguments = (self.x_td, self.qkv_tnh, self.gate_up_to, self.position_t)
+        self.elementwise_compiled(self.runner.weights, *arguments).block_until_ready()
+
     def head(self):
         self.head_compiled(self.runner.weights, self.x_bd, self.rows, self.context_len_b).block_until_ready()
 
@@ -145,7 +176,7 @@ def measure(engine: Engine, size: str, repeat: int, *, is_decode: bool) -> dict:
     """The JSON line of one size."""
     num_requests, num_context = map(int, size.split("x"))
     parts = Parts(engine, num_requests, num_context, is_decode=is_decode)
-    functions = {"step": parts.step, "attention": parts.attention, "matmul": parts.matmul, "head": parts.head}
+    functions = {name: getattr(parts, name) for name in ("step", *PARTS)}
     times: dict[str, list[float]] = {name: [] for name in (*functions, "launch")}
     for i in range(repeat + 1):
         for name, function in functions.items():
@@ -156,30 +187,65 @@ def measure(engine: Engine, size: str, repeat: int, *, is_decode: bool) -> dict:
                 if launch is not None:
                     times["launch"].append(launch)
     line = {f"{name}_ms": quartile_ms(seconds) for name, seconds in times.items()}
-    rest = line["step_ms"] - sum(line[f"{name}_ms"] for name in ("attention", "matmul", "head"))
-    weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._live_runner.weights))
-    kv_bytes = num_requests * num_context * engine.memory_report().bytes_per_block / engine.config.block_size
-    gb_s = bandwidth_gb_s()
+    rest = line["step_ms"] - sum(line[f"{name}_ms"] for name in PARTS)
+    gb_s, gflop_s = bandwidth_gb_s(), peak_gflop_s(engine)
     return {
         ("decode" if is_decode else "prefill"): size,
         **line,
         "rest_ms": round(rest, 2),
-        "floor_ms": round((weight_bytes + kv_bytes) / gb_s / 1e6, 2),
+        "floors_ms": floors_ms(engine, parts, num_requests, num_context, gb_s, gflop_s),
         "bandwidth_gb_s": round(gb_s, 1),
+        "peak_gflop_s": round(gflop_s),
         "tok_s": round(1e3 * num_requests * parts.per_request / line["step_ms"], 1),
     }
+
+
+def floors_ms(engine: Engine, parts: Parts, num_requests: int, num_context: int, gb_s: float, gflop_s: float) -> dict:
+    """The least milliseconds that each part, and the step, could take at this bandwidth and peak."""
+    model, weights = engine.model_config, engine._live_runner.weights
+    t, itemsize = num_requests * parts.per_request, jnp.dtype(engine.config.dtype).itemsize
+    layer_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights.layers))
+    head_matrix = weights.embed_vd if weights.head_vd is None else weights.head_vd
+    head_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(head_matrix))
+    num_layer_weights = model.num_parameters - model.vocab_size * model.hidden_size * (
+        1 + (weights.head_vd is not None)
+    )
+    kv_bytes = num_requests * num_context * engine.memory_report().bytes_per_block / engine.config.block_size
+    pairs = num_requests * (num_context if parts.is_decode else num_context * (num_context + 1) / 2)
+    widths = 4 * model.hidden_size + 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
+    elements = t * model.num_layers * (widths + 3 * model.intermediate_size)
+    seconds = {
+        "attention": max(kv_bytes / gb_s, 4 * pairs * model.num_heads * model.head_dim * model.num_layers / gflop_s),
+        "matmul": max(layer_bytes / gb_s, 2 * t * num_layer_weights / gflop_s),
+        "head": max(head_bytes / gb_s, 2 * num_requests * model.vocab_size * model.hidden_size / gflop_s),
+        "elementwise": elements * itemsize / gb_s,
+    }
+    seconds["step"] = sum(seconds.values())
+    return {name: round(s / 1e6, 2) for name, s in seconds.items()}
 
 
 def bandwidth_gb_s() -> float:
     """GB read a second by a sum over 512 MB."""
     array = jnp.ones(2**27, jnp.float32)
-    total = jax.jit(jnp.sum)
+    return array.nbytes / _least_seconds(jax.jit(jnp.sum), array) / 1e9
+
+
+def peak_gflop_s(engine: Engine) -> float:
+    """1e9 operations a second of a product of two 2048×2048 matrices, of the kind that the layers multiply."""
+    dtype = jnp.int8 if engine.config.quantization == "int8" else jnp.dtype(engine.config.dtype)
+    into = jnp.int32 if dtype == jnp.int8 else dtype
+    matrix = jnp.ones((2048, 2048), dtype)
+    product = jax.jit(lambda x: lax.dot_general(x, x, (((1,), (1,)), ((), ())), preferred_element_type=into))
+    return 2 * 2048**3 / _least_seconds(product, matrix) / 1e9
+
+
+def _least_seconds(function, array) -> float:
     times = []
     for _ in range(6):
         start = time.perf_counter()
-        total(array).block_until_ready()
+        function(array).block_until_ready()
         times.append(time.perf_counter() - start)
-    return array.nbytes / min(times) / 1e9
+    return min(times)
 
 
 def main() -> int:

@@ -5,7 +5,7 @@
 A workload has `prompt_token_ids`, `max_tokens` for each prompt, `temperature` and `ignore_eos`. All requests arrive at
 once. Its twin, WORKLOAD_warm.json, runs first and untimed, then the workload itself once, so that every step it needs
 is compiled; the time that took is in the line on its own. Figures are medians over the repeats, each with a cold prefix
-cache:
+cache, or with `--hot-prefix` with all that the untimed runs left in it:
 
   output_tok_s, prompt_tok_s   tokens generated, and tokens of prompts, ÷ seconds from arrival to the last token
   decode_tok_s                 of one request (median): tokens after its first ÷ seconds from the first to the last
@@ -150,31 +150,33 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
     return {name: round(statistics.median(run[name] for run in runs), 5) for name in runs[0]}
 
 
-def measure(engine: Engine, path: Path, repeat: int, peer: "Peer | None" = None) -> list[dict]:
-    """The lines of a workload: ours; with a peer the peer's, ours and the ratios."""
+def measure(engine: Engine, path: Path, repeat: int, peer: "Peer | None" = None, *, is_hot: bool = False) -> list[dict]:
+    """The lines of a workload: ours; with a peer the peer's, ours and the ratios. `is_hot`: see `--hot-prefix`."""
     workload, twin = read_workload(path), read_workload(path.with_name(f"{path.stem}_warm.json"))
     start = time.perf_counter()
-    for warm in (twin, workload):
-        cold(engine)
+    for warm in (twin, workload, workload) if is_hot else (twin, workload):
+        if not is_hot:
+            cold(engine)
         replay(engine, warm)
     warm_up = time.perf_counter() - start
     if peer is not None:
         for warm in (twin, workload):
-            peer.serve(warm)
+            peer.serve(warm, is_hot=is_hot)
     runs, steps, peer_runs = [], [], []
     before = engine.stats()
     for _ in range(repeat):
-        cold(engine)
+        if not is_hot:
+            cold(engine)
         run, records = replay(engine, workload)
         runs.append(run)
         steps.append(records)
         if peer is not None:
             time.sleep(PAUSE_S)
-            peer_runs.append(peer.serve(workload))
+            peer_runs.append(peer.serve(workload, is_hot=is_hot))
             time.sleep(PAUSE_S)
     ours = [figures(run, workload.prompts) | step_figures(records) for run, records in zip(runs, steps, strict=True)]
     line = {"workload": workload.name, **medians(ours), **since(before, engine.stats()), "repeat": repeat}
-    line |= {"warm_up_s": round(warm_up, 2)} | environment(engine)
+    line |= {"prefix": "hot" if is_hot else "cold", "warm_up_s": round(warm_up, 2)} | environment(engine)
     if peer is None:
         return [line]
     theirs = [figures(run, workload.prompts) for run in peer_runs]
@@ -262,9 +264,9 @@ class Peer:
         )
         self.facts = self._answer()
 
-    def serve(self, workload: Workload) -> dict:
+    def serve(self, workload: Workload, *, is_hot: bool = False) -> dict:
         """One run. ValueError unless each request got all of its tokens."""
-        run = {"prompt_token_ids": workload.prompts, "max_tokens": workload.max_tokens}
+        run = {"prompt_token_ids": workload.prompts, "max_tokens": workload.max_tokens, "is_hot": is_hot}
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, which the answer tells
             self._process.stdin.write(json.dumps(run) + "\n")
@@ -544,6 +546,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sweep", type=Path, metavar="FILE.jsonl", help="measure how cost grows; no workloads")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the sweep (pip install 'jaxpaged[plot]')")
     parser.add_argument("--host-only", action="store_true", help="measure the host's part alone; no workloads")
+    parser.add_argument("--hot-prefix", action="store_true", help="keep the prefix cache from run to run")
     peer = parser.add_argument_group("a peer")
     peer.add_argument("--peer", choices=PEERS)
     peer.add_argument("--peer-python", help="python of the environment that has the peer (vllm, hf)")
@@ -554,6 +557,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if [bool(args.workloads), args.sweep is not None, args.host_only].count(True) != 1:
         parser.error("give one of workloads, --sweep FILE.jsonl and --host-only")
+    if args.hot_prefix and not args.workloads:
+        parser.error("--hot-prefix is for workloads; give some, such as scripts/workloads/W4.json")
+    if args.hot_prefix and args.peer not in (None, "vllm"):
+        parser.error(f"--hot-prefix with --peer {args.peer}: of the peers, only vllm is run with its prefix cache")
     if args.plot and not args.sweep:
         parser.error("--plot draws a sweep; give --sweep FILE.jsonl, too")
     if args.peer and not args.workloads:
@@ -595,7 +602,7 @@ def main(argv: list[str] | None = None) -> int:
             dtype = args.peer_dtype or engine.config.dtype
             peer = stack.enter_context(start_peer(args, dtype, workloads, folder))
         for path in args.workloads:
-            for line in measure(engine, path, args.repeat, peer):
+            for line in measure(engine, path, args.repeat, peer, is_hot=args.hot_prefix):
                 print(json.dumps(line), flush=True)
     return 0
 

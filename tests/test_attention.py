@@ -30,9 +30,10 @@ class Batch:
         return (self.query_start_b1, self.context_len_b, self.page_table_bp, np.int32(self.num_requests))
 
 
-def make_batch(lengths, *, block_size, num_heads=6, num_kv_heads=2, tokens=None, requests=None, seed=0):
+def make_batch(lengths, *, block_size, num_heads=6, num_kv_heads=2, tokens=None, requests=None, num_shared=0, seed=0):
     """`lengths`: (tokens computed before, new tokens) of each request; padded to `tokens` and `requests`. Blocks are
-    scattered over the pool; slots that no token has reached hold NaN."""
+    scattered over the pool, the first `num_shared` are those of the first request; slots that no token has reached
+    hold NaN."""
     rng = np.random.default_rng(seed)
     num_requests, b = len(lengths), requests or len(lengths)
     contexts = [before + new for before, new in lengths]
@@ -44,7 +45,7 @@ def make_batch(lengths, *, block_size, num_heads=6, num_kv_heads=2, tokens=None,
     v_pool = k_pool.copy()
     for i, ((before, _), context) in enumerate(zip(lengths, contexts, strict=True)):
         for j in range(-(-context // block_size)):
-            page_table_bp[i, j] = free.pop()
+            page_table_bp[i, j] = page_table_bp[0, j] if i and j < num_shared else free.pop()
         for p in range(before):
             slot = page_table_bp[i, p // block_size], p % block_size
             k_pool[slot], v_pool[slot] = rng.standard_normal((2, num_kv_heads, HEAD_DIM))
@@ -130,6 +131,46 @@ def test_a_decode_beside_any_neighbours_yields_the_same_output():
     for i in range(8):
         alone = dataclasses.replace(batch, context_len_b=np.where(np.arange(8) == i, batch.context_len_b, 0))
         np.testing.assert_array_equal(decoded(alone)[i], together[i])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_shared=st.integers(0, 9),
+    beyond=st.lists(st.integers(0, 60), min_size=1, max_size=10),
+    gaps=st.sets(st.integers(0, 9), max_size=8),
+    options=st.sampled_from([{}, {"sliding_window": 40}, {"soft_cap": 2.0}]),
+    seed=st.integers(0, 99),
+)
+def test_decodes_that_share_their_first_blocks_match_the_oracle(num_shared, beyond, gaps, options, seed):
+    """Whatever they have beyond, and with rows between them that are not there."""
+    lengths = [(16 * num_shared + n, 1) for n in beyond if 16 * num_shared + n < 160]
+    lengths = lengths or [(16 * num_shared, 1)]
+    batch = make_batch(lengths, block_size=16, num_shared=num_shared, tokens=12, requests=12, seed=seed)
+    gone = [i for i in gaps if i < len(lengths) - 1]
+    batch.context_len_b[gone] = 0
+    check(batch, is_decode=True, **options)
+
+
+def test_a_block_that_only_some_begin_with_is_not_taken_for_all():
+    batch = make_batch([(100, 1)] * 9, block_size=16, num_shared=5)
+    other = make_batch([(100, 1)] * 9, block_size=16, num_shared=2)
+    for i, part in enumerate((batch, other)):
+        counted = xla._num_shared_blocks(jnp.asarray(part.page_table_bp), jnp.asarray(part.context_len_b), 16)
+        assert counted == (5, 2)[i]
+        check(part, is_decode=True)
+    batch.page_table_bp[8, 1] = 0 if batch.page_table_bp[8, 1] else 1
+    counted = xla._num_shared_blocks(jnp.asarray(batch.page_table_bp), jnp.asarray(batch.context_len_b), 16)
+    assert counted == 1
+    alone = jnp.where(jnp.arange(9) == 3, 101, 0)
+    assert xla._num_shared_blocks(jnp.asarray(batch.page_table_bp), alone, 16) == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 70), st.integers(1, 24)), min_size=1, max_size=12), seed=st.integers(0, 9)
+)
+def test_many_short_requests_match_the_oracle(lengths, seed):
+    check(make_batch(lengths, block_size=16, tokens=12 * 24, requests=20, seed=seed))
 
 
 def test_a_row_of_context_length_zero_yields_zero_and_writes_nothing():

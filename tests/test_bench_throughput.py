@@ -190,6 +190,20 @@ def test_a_peer_serves_the_same_workload_and_the_lines_tell_theirs_ours_and_the_
     assert peer._process.returncode == 0
 
 
+def test_a_hot_run_finds_its_prompts_in_the_prefix_cache_and_a_cold_one_does_not(engine, tmp_path):
+    record = {"prompt_token_ids": [list(range(5, 45))], "max_tokens": [3], "temperature": 0.0, "ignore_eos": True}
+    (tmp_path / "w.json").write_text(json.dumps(record))
+    (tmp_path / "w_warm.json").write_text(json.dumps(record | {"prompt_token_ids": [list(range(45, 85))]}))
+    block_size, hits = engine.config.block_size, []
+    for is_hot in (False, True):
+        bench.cold(engine)
+        before = engine.stats()["num_prefix_hit_tokens"]
+        (line,) = bench.measure(engine, tmp_path / "w.json", 2, is_hot=is_hot)
+        hits.append(engine.stats()["num_prefix_hit_tokens"] - before)
+        assert line["prefix"] == ("hot" if is_hot else "cold") and line["num_compiled_while_timed"] == 0
+    assert hits == [0, 3 * (39 // block_size * block_size)], "the second warm-up and both timed runs"
+
+
 def test_a_peer_that_stops_early_or_dies_is_an_error(tmp_path):
     with fake_peer(tmp_path, "lazy") as peer, pytest.raises(ValueError, match="gave 4 of 5 tokens for request 0"):
         peer.serve(workload([[1]], [5]))
@@ -304,6 +318,8 @@ def test_the_host_alone_tells_steps_with_new_blocks_from_steps_without():
         ([], "give one of workloads, --sweep"),
         (["w.json", "--host-only"], "give one of workloads, --sweep"),
         (["--host-only", "--plot", "p.png"], "--plot draws a sweep"),
+        (["--host-only", "--hot-prefix"], "--hot-prefix is for workloads"),
+        (["w.json", "--hot-prefix", "--peer", "hf", "--peer-python", "p"], "only vllm is run with its prefix cache"),
         (["w.json", "--repeat", "0"], "--repeat 0 must be 1 or more"),
         (["w.json", "--peer-python", "p"], "--peer-python without --peer"),
         (["w.json", "--peer", "vllm"], "--peer vllm needs --peer-python"),

@@ -59,9 +59,13 @@ def linear(x_td: jax.Array, weight_od: jax.Array | Int8Matrix, bias_o: jax.Array
 
 def gated_mlp(x_td, gate_up_od, down_df, gate_up_bias_o, down_bias_d) -> jax.Array:
     """(silu(x Gᵀ) · x Uᵀ) Dᵀ [t, d] (arXiv:2002.05202); gate and up are one matrix."""
-    gate_tf, up_tf = jnp.split(linear(x_td, gate_up_od, gate_up_bias_o), 2, axis=-1)
-    silu_tf = jax.nn.silu(gate_tf.astype(jnp.float32)).astype(x_td.dtype)
-    return linear(silu_tf * up_tf, down_df, down_bias_d)
+    return linear(gated(linear(x_td, gate_up_od, gate_up_bias_o)), down_df, down_bias_d)
+
+
+def gated(gate_up_to: jax.Array) -> jax.Array:
+    """silu(gate) · up [t, f], silu computed in float32."""
+    gate_tf, up_tf = jnp.split(gate_up_to, 2, axis=-1)
+    return jax.nn.silu(gate_tf.astype(jnp.float32)).astype(up_tf.dtype) * up_tf
 
 
 def logits(x_bd: jax.Array, head_vd: jax.Array | Int8Matrix) -> jax.Array:
