@@ -68,13 +68,13 @@ def elementwise_of_all_layers(weights: Weights, x_td, qkv_tnh, gate_up_to, posit
     """A number that depends on all that a step's layers do between products and attention."""
     angles, n, k = layers.rope_angles(position_t, model, max_model_len), model.num_heads, model.num_kv_heads
     for w in weights.layers:
-        y_td = layers.rms_norm(x_td, w.attention_norm_d, model.rms_norm_eps)
+        # Barriers, so that each is computed whole, once, and not fused with what reads it here.
+        y_td = lax.optimization_barrier(layers.rms_norm(x_td, w.attention_norm_d, model.rms_norm_eps))
         q_tnh, k_tkh, _ = jnp.split(qkv_tnh * y_td[:, :1, None], (n, n + k), axis=1)
-        # The barrier has them computed whole, though few of their columns are used here.
         turned = layers.rotate(q_tnh, *angles), layers.rotate(k_tkh, *angles)
         q_tnh, k_tkh = lax.optimization_barrier(turned)
         x_td += q_tnh[:, 0, :1] + k_tkh[:, 0, :1]
-        y_td = layers.rms_norm(x_td, w.mlp_norm_d, model.rms_norm_eps)
+        y_td = lax.optimization_barrier(layers.rms_norm(x_td, w.mlp_norm_d, model.rms_norm_eps))
         x_td += lax.optimization_barrier(layers.gated(gate_up_to * y_td[:, :1]))[:, :1]
     return x_td.sum()
 
