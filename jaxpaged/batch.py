@@ -41,8 +41,6 @@ class Buckets:
     requests: tuple[int, ...]
     logprobs: tuple[int, ...]
     updates: tuple[int, ...]
-    min_requests: int
-    """XLA:CPU multiplies a single bfloat16 or int8 row 5 to 50 times slower than two, a float32 one twice as fast."""
     max_draws: int
     max_blocks: int
     num_rows: int
@@ -57,27 +55,28 @@ class Buckets:
 
         Coarse: a request costs a row of logits, less than half of what a token costs, where there are many tokens.
         """
-        most = self.requests[-1]
-        sizes, size = [], max(self.min_requests, num_tokens // 64)
+        least, most = self.requests[0], self.requests[-1]
+        sizes, size = [], max(least, num_tokens // 64)
         while size < min(most, num_tokens):
             sizes.append(size)
             size *= 4
-        return (*sizes, min(most, max(num_tokens, self.min_requests)))
+        return (*sizes, min(most, max(num_tokens, least)))
 
 
 def make_buckets(config: EngineConfig) -> Buckets:
     """Buckets of a resolved config: requests 1, 2, 4, 8, 12, 16, 24, 32, … (a third padding at most), tokens alike."""
     assert config.max_model_len is not None and isinstance(config.block_size, int)
-    min_requests = 1 if config.dtype == "float32" and config.quantization is None else 2
-    most_requests = max(min(config.max_num_seqs, config.max_num_batched_tokens), min_requests)
+    # XLA:CPU multiplies a single bfloat16 or int8 row 5 to 50 times slower than two, a float32 one twice as fast.
+    least_requests = 1 if config.dtype == "float32" and config.quantization is None else 2
+    most_requests = max(min(config.max_num_seqs, config.max_num_batched_tokens), least_requests)
     max_draws = MOST_DRAWS if config.num_decode_steps == "auto" else config.num_decode_steps
     most_new_blocks = most_requests + (config.max_num_batched_tokens + most_requests * max_draws) // config.block_size
+    sizes = (1, 2, 4, *_sizes(8, most_requests))
     return Buckets(
         tokens=_sizes(16, max(config.max_num_batched_tokens, 16)),
-        requests=tuple(sorted({b for b in (1, 2, 4, *_sizes(8, most_requests)) if min_requests <= b <= most_requests})),
+        requests=tuple(sorted({b for b in sizes if least_requests <= b <= most_requests})),
         logprobs=tuple(sorted({min(20, config.max_logprobs), config.max_logprobs})),
         updates=_update_sizes(max(config.max_num_seqs, most_new_blocks)),
-        min_requests=min_requests,
         max_draws=max_draws,
         max_blocks=blocks_for(config.max_model_len, config.block_size),
         num_rows=config.max_num_seqs + 1,

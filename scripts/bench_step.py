@@ -207,9 +207,7 @@ def floors_ms(engine: Engine, parts: Parts, num_requests: int, num_context: int,
     layer_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights.layers))
     head_matrix = weights.embed_vd if weights.head_vd is None else weights.head_vd
     head_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(head_matrix))
-    num_layer_weights = model.num_parameters - model.vocab_size * model.hidden_size * (
-        1 + (weights.head_vd is not None)
-    )
+    num_layer_weights = sum(leaf.size for leaf in jax.tree.leaves(weights.layers))
     kv_bytes = num_requests * num_context * engine.memory_report().bytes_per_block / engine.config.block_size
     pairs = num_requests * (num_context if parts.is_decode else num_context * (num_context + 1) / 2)
     widths = 4 * model.hidden_size + 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
