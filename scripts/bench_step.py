@@ -34,7 +34,7 @@ from jaxpaged import Engine, sampler
 from jaxpaged.attention import paged_attention
 from jaxpaged.models import decoder, layers
 from jaxpaged.models.weights import Weights
-from jaxpaged.runner import StepShape
+from jaxpaged.runner import StepShape, compiler_options
 from jaxpaged.steps import RowState
 
 
@@ -68,14 +68,15 @@ def elementwise_of_all_layers(weights: Weights, x_td, qkv_tnh, gate_up_to, posit
     """A number that depends on all that a step's layers do between products and attention."""
     angles, n, k = layers.rope_angles(position_t, model, max_model_len), model.num_heads, model.num_kv_heads
     for w in weights.layers:
-        # Barriers, so that each is computed whole, once, and not fused with what reads it here.
+        # Barriers, so that each is computed whole, once, and not fused with its reader; around sums, so that
+        # nothing is kept for a later layer.
         y_td = lax.optimization_barrier(layers.rms_norm(x_td, w.attention_norm_d, model.rms_norm_eps))
         q_tnh, k_tkh, _ = jnp.split(qkv_tnh * y_td[:, :1, None], (n, n + k), axis=1)
         turned = layers.rotate(q_tnh, *angles), layers.rotate(k_tkh, *angles)
         q_tnh, k_tkh = lax.optimization_barrier(turned)
-        x_td += q_tnh[:, 0, :1] + k_tkh[:, 0, :1]
+        x_td = lax.optimization_barrier(x_td + q_tnh[:, 0, :1] + k_tkh[:, 0, :1])
         y_td = lax.optimization_barrier(layers.rms_norm(x_td, w.mlp_norm_d, model.rms_norm_eps))
-        x_td += lax.optimization_barrier(layers.gated(gate_up_to * y_td[:, :1]))[:, :1]
+        x_td = lax.optimization_barrier(x_td + lax.optimization_barrier(layers.gated(gate_up_to * y_td[:, :1]))[:, :1])
     return x_td.sum()
 
 
@@ -125,15 +126,16 @@ class Parts:
         )
         self.qkv_tnh = jnp.ones((t, heads, model.head_dim), dtype)
         self.attention_arguments = (self.qkv_tnh, self.query_start_b1, self.context_len_b, page_table_bp)
-        self.attention_compiled = jax.jit(attention, donate_argnums=0)
-        self.matmul_compiled = jax.jit(functools.partial(matmuls_of_all_layers, model=model))
+        compiled = functools.partial(jax.jit, compiler_options=compiler_options())
+        self.attention_compiled = compiled(attention, donate_argnums=0)
+        self.matmul_compiled = compiled(functools.partial(matmuls_of_all_layers, model=model))
         self.x_td = jnp.ones((t, model.hidden_size), dtype)
         elementwise = functools.partial(
             elementwise_of_all_layers, model=model, max_model_len=engine.config.max_model_len
         )
-        self.elementwise_compiled = jax.jit(elementwise)
+        self.elementwise_compiled = compiled(elementwise)
         self.gate_up_to = jnp.ones((t, 2 * model.intermediate_size), dtype)
-        self.head_compiled = jax.jit(head)
+        self.head_compiled = compiled(head)
         state: RowState = self.runner._state
         per_row = [getattr(state, f.name)[self.row_b] for f in dataclasses.fields(state)]
         self.rows = sampler.SamplingRows(*per_row[2:8])
