@@ -30,7 +30,15 @@ from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.scheduler import Scheduler
 from jaxpaged.step_data import NOT_DRAWN, ScheduledStep, StepOutput
 from jaxpaged.steps import Drawn
-from jaxpaged.tokenizer import Detokenizer, Tokenizer, decode_token, encode, encode_chat, load_tokenizer
+from jaxpaged.tokenizer import (
+    Detokenizer,
+    GGUFTokenizer,
+    Tokenizer,
+    decode_token,
+    encode,
+    encode_chat,
+    load_tokenizer,
+)
 
 logger = logging.getLogger("jaxpaged")
 
@@ -237,10 +245,10 @@ class Engine:
         return encode_chat(self.get_tokenizer(), messages, add_generation_prompt=add_generation_prompt)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer in use. ValueError when there is none."""
+        """The tokenizer in use, a Hugging Face tokenizer unless the caller gave another. ValueError for none."""
         if self._tokenizer is None:
             raise ValueError("the model has no tokenizer: give token ids, or Engine(..., tokenizer=...)")
-        return self._tokenizer
+        return self._tokenizer.hugging_face if isinstance(self._tokenizer, GGUFTokenizer) else self._tokenizer
 
     def stats(self) -> dict[str, Any]:
         """Counters since the engine's start, the state of queues and blocks, and the ledger of compiled steps."""
@@ -633,8 +641,9 @@ class Engine:
         return num_tokens - num_known + len(request.token_ids)
 
     def _decode_logprobs(self, token_id_to_logprob: dict[int, Logprob]):
+        assert self._tokenizer is not None
         for token_id, logprob in token_id_to_logprob.items():
-            text = decode_token(self.get_tokenizer(), token_id)
+            text = decode_token(self._tokenizer, token_id)
             token_id_to_logprob[token_id] = replace(logprob, decoded_token=text)
 
     def _finish(self, group: _Group):

@@ -5,6 +5,7 @@ to the start of a text. A character has at most four UTF-8 bytes, so at most fou
 decode to U+FFFD, so only U+FFFD at the end can still change.
 """
 
+import functools
 import inspect
 import io
 import logging
@@ -94,14 +95,47 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer | None:
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in user_defined])
 
     special = _special_tokens(metadata, kind)
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special.values()])
     _add_bos_and_eos(backend, metadata, special)
-    return _transformers().PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        extra_special_tokens=[token for token in control if token not in special.values()],
-        chat_template=metadata.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-        **special,
-    )
+    return GGUFTokenizer(backend, control, special, metadata.get("tokenizer.chat_template"))
+
+
+class GGUFTokenizer:
+    """The tokenizer of a GGUF file: the `tokenizers` package encodes and decodes.
+
+    `hugging_face` is the same as a Hugging Face tokenizer, made when it is first asked for: for chat templates and
+    whatever else such a tokenizer can do. Importing transformers is a good part of the time that a start takes.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, control: list[str], special: dict[str, str], chat_template: str | None
+    ):
+        self.chat_template = chat_template
+        self.all_special_ids = [i for i, token in backend.get_added_tokens_decoder().items() if token.special]
+        self._backend, self._control, self._special = backend, control, special
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with BOS and EOS where the file says so."""
+        return self._backend.encode(text).ids
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> Any:
+        """As Hugging Face's: a conversation as text or token ids, by the file's chat template."""
+        return self.hugging_face.apply_chat_template(messages, **options)
+
+    @functools.cached_property
+    def hugging_face(self) -> Any:
+        """This tokenizer as a `transformers.PreTrainedTokenizerFast`."""
+        return _transformers().PreTrainedTokenizerFast(
+            tokenizer_object=self._backend,
+            extra_special_tokens=[token for token in self._control if token not in self._special.values()],
+            chat_template=self.chat_template,
+            clean_up_tokenization_spaces=False,
+            **self._special,
+        )
 
 
 def _byte_level_backend(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:

@@ -22,6 +22,10 @@ jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(prefix="jaxpaged
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--every-mode", action="store_true", help="the laws of test_invariance.py in every mode")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def float32_unless_told_otherwise():
     """dtype="auto" means the same on every machine that runs these tests; before any engine that a module shares."""

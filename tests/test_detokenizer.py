@@ -76,7 +76,9 @@ def cuts(draw, items):
 @pytest.fixture(scope="module")
 def byte_to_id(byte_level):
     """The token of each byte in the byte-level vocabulary."""
-    return {byte: byte_level.convert_tokens_to_ids(spelled) for byte, spelled in bytes_to_unicode().items()}
+    return {
+        byte: byte_level.hugging_face.convert_tokens_to_ids(spelled) for byte, spelled in bytes_to_unicode().items()
+    }
 
 
 # The byte-level vocabulary of the tests has 700 tokens, most of them single bytes: half characters are the rule.
@@ -248,7 +250,7 @@ def test_streamed_text_holds_back_what_may_begin_a_stop_string(smollm2):
 
 
 def test_the_token_that_ended_a_request_shows_only_on_demand(smollm2):
-    words, end = encode(smollm2, "One two"), smollm2.eos_token_id
+    words, end = encode(smollm2, "One two"), smollm2.hugging_face.eos_token_id
 
     def text(last, **options):
         detokenizer = Detokenizer(smollm2, [], **options)
@@ -274,7 +276,7 @@ def test_a_stop_string_before_the_token_that_ended_a_request_counts(smollm2):
 
 def test_special_tokens_inside_a_character_do_not_break_it(byte_level, byte_to_id):
     first, *rest = (byte_to_id[byte] for byte in "你".encode())
-    token_ids = [first, *[byte_level.eos_token_id] * 9, *rest]
+    token_ids = [first, *[byte_level.hugging_face.eos_token_id] * 9, *rest]
     assert finished(byte_level, token_ids) == byte_level.decode(token_ids, skip_special_tokens=True) == "你"
 
 
@@ -390,6 +392,6 @@ def test_the_work_per_token_does_not_grow_with_the_text(unit):
 
 def test_a_tokens_own_text_is_decoded_alone(smollm2, sentencepiece):
     assert decode_token(smollm2, encode(smollm2, " two")[0]) == " two"
-    assert decode_token(smollm2, smollm2.eos_token_id) == "<|im_end|>"
+    assert decode_token(smollm2, smollm2.hugging_face.eos_token_id) == "<|im_end|>"
     assert decode_token(sentencepiece, BYTE + 0xE4) == REPLACEMENT
     assert decode_token(ByteTokenizer(), 65) == "A"

@@ -12,13 +12,26 @@ from jaxpaged import SamplingParams
 from same_tokens import MAX_TOKENS, all_params, alone, assert_same, batch_prompts, run
 
 KINDS = ("greedy", "seeded")
+MODES = [(warmup, num_decode_steps) for warmup in ("lazy", "strict") for num_decode_steps in (1, 8)]
+
+
+def pytest_generate_tests(metafunc):
+    """With `--every-mode` each law is tried in each of them, which takes most of an hour."""
+    if metafunc.config.getoption("every_mode"):
+        metafunc.parametrize("mode", MODES, ids=[f"{warmup}-{steps}" for warmup, steps in MODES])
+
+
+@pytest.fixture
+def mode(request):
+    """Else with one decode step in a call of the device, for drawn tokens, and with eight, for others."""
+    kind = getattr(request.node, "callspec", None) and request.node.callspec.params.get("kind")
+    return "lazy", 1 if kind == "seeded" else 8
 
 
 @pytest.fixture(autouse=True)
-def num_decode_steps(request, monkeypatch):
-    """Each law is tried with one decode step in a call of the device, for drawn tokens, and with eight, for others."""
-    kind = getattr(request.node, "callspec", None) and request.node.callspec.params.get("kind")
-    monkeypatch.setitem(same_tokens.SETTINGS, "num_decode_steps", 1 if kind == "seeded" else 8)
+def settings_of_the_mode(mode, monkeypatch):
+    for name, value in zip(("warmup", "num_decode_steps"), mode, strict=True):
+        monkeypatch.setitem(same_tokens.SETTINGS, name, value)
 
 
 def test_the_small_model_is_sensitive():

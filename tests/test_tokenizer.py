@@ -52,12 +52,40 @@ def test_smollm2_text_comes_back_whole(smollm2):
 
 
 def test_smollm2_has_its_special_tokens(smollm2):
-    special = (smollm2.bos_token_id, smollm2.eos_token_id, smollm2.pad_token_id, smollm2.unk_token_id)
-    assert special == (1, 2, 2, 0)
-    assert len(smollm2) == 49152
-    assert sorted(smollm2.all_special_ids) == list(range(17))
+    full = smollm2.hugging_face
+    assert (full.bos_token_id, full.eos_token_id, full.pad_token_id, full.unk_token_id) == (1, 2, 2, 0)
+    assert len(full) == 49152
+    assert sorted(full.all_special_ids) == list(range(17))
     assert smollm2.decode([1, 28120, 2], skip_special_tokens=True) == "hello"
     assert decode_token(smollm2, 2) == "<|im_end|>"
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
+def test_the_tokenizer_of_a_gguf_file_does_what_its_hugging_face_form_does(name):
+    data = golden(name)
+    tokenizer = tokenizer_from_gguf(data["metadata"])
+    full = tokenizer.hugging_face
+    assert sorted(tokenizer.all_special_ids) == sorted(full.all_special_ids)
+    for text in data["texts"]:
+        ids = encode(tokenizer, text)
+        assert ids == encode(full, text)
+        for skips in (True, False):
+            assert tokenizer.decode(ids, skip_special_tokens=skips) == full.decode(ids, skip_special_tokens=skips)
+    everything = range(len(full))
+    assert [decode_token(tokenizer, i) for i in everything] == [decode_token(full, i) for i in everything]
+    assert tokenizer.decode(list(everything), skip_special_tokens=True) == full.decode(
+        list(everything), skip_special_tokens=True
+    )
+
+
+def test_reading_and_writing_text_by_a_gguf_file_does_not_take_the_time_to_import_transformers():
+    code = (
+        "import json, sys; from pathlib import Path; from jaxpaged.tokenizer import tokenizer_from_gguf\n"
+        "tokenizer = tokenizer_from_gguf(json.loads(Path(sys.argv[1]).read_text())['metadata'])\n"
+        "assert tokenizer.decode(tokenizer.encode('hello'), skip_special_tokens=True) == 'hello'\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(DATA / "byte_level.json")], check=True)
 
 
 def test_a_chat_has_the_ids_of_its_written_form(smollm2):
@@ -97,7 +125,7 @@ def test_a_sentencepiece_gguf_has_the_ids_of_llama_cpp(add_space_prefix):
     assert differences(tokenizer, data["texts"], data["ids"][str(add_space_prefix)]) == []
     for text in data["texts"]:
         if not text.startswith("<s>"):
-            ids = tokenizer.encode(text, add_special_tokens=False)
+            ids = tokenizer.hugging_face.encode(text, add_special_tokens=False)
             if not set(ids) & {0, 1, 2}:  # after a special token the space prefix comes again
                 assert tokenizer.decode(ids) == text
 
@@ -148,7 +176,7 @@ def test_a_template_that_writes_bos_yields_one_bos():
         "tokenizer.chat_template": "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}",
     }
     tokenizer = tokenizer_from_gguf(metadata)
-    assert encode(tokenizer, "hi")[0] == tokenizer.bos_token_id
+    assert encode(tokenizer, "hi")[0] == tokenizer.hugging_face.bos_token_id
     assert encode_chat(tokenizer, [{"role": "user", "content": "hi"}]) == encode(tokenizer, "hi")
 
 
@@ -198,7 +226,7 @@ def test_a_sentencepiece_folder_adds_bos_where_its_config_says_so(tmp_path):
 
 
 def test_a_saved_byte_level_tokenizer_loads_as_it_was(smollm2, tmp_path):
-    smollm2.save_pretrained(tmp_path)
+    smollm2.hugging_face.save_pretrained(tmp_path)
     loaded = load_tokenizer(str(tmp_path))
     data = golden("smollm2")
     assert differences(loaded, data["texts"], data["ids"]) == []
