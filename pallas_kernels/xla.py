@@ -6,7 +6,7 @@ Two forms, both looping over a few blocks at a time with online softmax, so that
   decode   one query for each request; a flat list of (request, chunk of its tokens), some pairs at a time. Chunks that
            all requests begin with (a shared prefix in the same blocks) are gathered once for all of them before that;
   tiles    the queries of a request in tiles of up to 64, or of 16 where it has no more, one tile after another through
-           its blocks.
+           its blocks. Where the requests of a step can have many tokens each, tiles of up to 128.
 
 A step that mixes prompt chunks and decodes uses both: requests with one query take the first, the others the second.
 Scores of absent positions are masked, and their V is zero before the product, so that NaN in stale slots stays there.
@@ -24,6 +24,7 @@ from pallas_kernels.gpu.layout import HeadMajorKV
 _MASKED = -1e30
 _TILE = 64
 _SHORT_TILE = 16
+_LONG_TILE = 128
 _PAIRS = 16
 _FEWEST_THAT_SHARE = 8
 _TOKENS_PER_CHUNK_DECODE = 64
@@ -67,7 +68,8 @@ def paged_attention(
         is_short_b = many_len_b <= _SHORT_TILE
         out_tnh = tiles(jnp.where(is_short_b, many_len_b, 0), out_tnh, _SHORT_TILE)
         many_len_b = jnp.where(is_short_b, 0, many_len_b)
-    out_tnh = tiles(many_len_b, out_tnh, _TILE)
+    has_long_requests = query_len_b.shape[0] * 2 * _LONG_TILE <= q_tnh.shape[0]
+    out_tnh = tiles(many_len_b, out_tnh, _LONG_TILE if has_long_requests else _TILE)
     single_t = jnp.where(is_single_b, query_start_b1[:-1], q_tnh.shape[0])
     q_bnh = q_tnh.at[single_t].get(mode="fill", fill_value=0)
     out_bnh = _decode(q_bnh, kv, jnp.where(is_single_b, context_len_b, 0), page_table_bp, attend)

@@ -3,8 +3,8 @@
     python scripts/bench_throughput.py scripts/workloads/W2.json --repeat 3
 
 A workload has `prompt_token_ids`, `max_tokens` for each prompt, `temperature` and `ignore_eos`. All requests arrive at
-once. Its twin, WORKLOAD_warm.json, runs first and untimed, then the workload itself once, so that every step it needs
-is compiled; the time that took is in the line on its own. Figures are medians over the repeats, each with a cold prefix
+once. Its twin, WORKLOAD_warm.json, runs first and untimed, then the workload itself until a run compiles nothing; the
+time that took is in the line on its own. Figures are medians over the repeats, each with a cold prefix
 cache, or with `--hot-prefix` with all that the untimed runs left in it:
 
   output_tok_s, prompt_tok_s   tokens generated, and tokens of prompts, ÷ seconds from arrival to the last token
@@ -41,6 +41,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,8 @@ PEERS = ("vllm", "hf", "llamacpp")
 RATIOS = ("output_tok_s", "prompt_tok_s", "decode_tok_s", "first_token_s_p50")
 SWEEP_CONTEXT, SWEEP_REQUESTS, SWEEP_NEW_TOKENS = 128, 2, 32
 """A sweep's context where requests grow, its requests where contexts grow, and the tokens that each request decodes."""
+MOST_WARM_UPS = 4
+"""Untimed runs of a workload beyond the first, while each compiles a step that none before it needed."""
 PAUSE_S = 0.5
 """Between runs of ours and the peer's, so that threads that spin for work have gone to sleep."""
 
@@ -154,11 +157,8 @@ def measure(engine: Engine, path: Path, repeat: int, peer: "Peer | None" = None,
     """The lines of a workload: ours; with a peer the peer's, ours and the ratios. `is_hot`: see `--hot-prefix`."""
     workload, twin = read_workload(path), read_workload(path.with_name(f"{path.stem}_warm.json"))
     start = time.perf_counter()
-    for warm in (twin, workload, workload) if is_hot else (twin, workload):
-        if not is_hot:
-            cold(engine)
-        replay(engine, warm)
-    warm_up = time.perf_counter() - start
+    warm_up(engine, (twin, workload, workload) if is_hot else (twin, workload), is_hot=is_hot)
+    warm_up_s = time.perf_counter() - start
     if peer is not None:
         for warm in (twin, workload):
             peer.serve(warm, is_hot=is_hot)
@@ -176,7 +176,7 @@ def measure(engine: Engine, path: Path, repeat: int, peer: "Peer | None" = None,
             time.sleep(PAUSE_S)
     ours = [figures(run, workload.prompts) | step_figures(records) for run, records in zip(runs, steps, strict=True)]
     line = {"workload": workload.name, **medians(ours), **since(before, engine.stats()), "repeat": repeat}
-    line |= {"prefix": "hot" if is_hot else "cold", "warm_up_s": round(warm_up, 2)} | environment(engine)
+    line |= {"prefix": "hot" if is_hot else "cold", "warm_up_s": round(warm_up_s, 2)} | environment(engine)
     if peer is None:
         return [line]
     theirs = [figures(run, workload.prompts) for run in peer_runs]
@@ -184,6 +184,18 @@ def measure(engine: Engine, path: Path, repeat: int, peer: "Peer | None" = None,
     peer_line = {"workload": workload.name, **peer.facts, **medians(theirs), "repeat": repeat}
     ratio_line = {"workload": workload.name, "ratio": f"jaxpaged / {peer.facts['peer']}", **ratios(ours, theirs)}
     return [peer_line, line, ratio_line | {"same_tokens": round(same, 4)}]
+
+
+def warm_up(engine: Engine, workloads: Sequence[Workload], *, is_hot: bool):
+    """Serves the workloads, then the last one until a run of it compiles nothing: which requests share a step depends
+    on when others end."""
+    for num_runs, workload in enumerate([*workloads, *workloads[-1:] * MOST_WARM_UPS], 1):
+        num_compiled = len(engine.stats()["compiled_steps"])
+        if not is_hot:
+            cold(engine)
+        replay(engine, workload)
+        if num_runs >= len(workloads) and len(engine.stats()["compiled_steps"]) == num_compiled:
+            return
 
 
 def step_figures(records: list[dict]) -> dict[str, float]:

@@ -173,6 +173,14 @@ def test_many_short_requests_match_the_oracle(lengths, seed):
     check(make_batch(lengths, block_size=16, tokens=12 * 24, requests=20, seed=seed))
 
 
+@settings(max_examples=15, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 138)), min_size=1, max_size=2), seed=st.integers(0, 9)
+)
+def test_few_long_requests_match_the_oracle(lengths, seed):
+    check(make_batch(lengths, block_size=16, tokens=4 * xla._LONG_TILE, requests=2, seed=seed))
+
+
 def test_a_row_of_context_length_zero_yields_zero_and_writes_nothing():
     batch = make_batch([(150, 1), (40, 1), (70, 1)], block_size=16, tokens=4, requests=4)
     batch.context_len_b[1] = 0
