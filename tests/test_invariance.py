@@ -16,7 +16,7 @@ MODES = [(warmup, num_decode_steps) for warmup in ("lazy", "strict") for num_dec
 
 
 def pytest_generate_tests(metafunc):
-    """With `--every-mode` each law is tried in each of them, which takes most of an hour."""
+    """With `--every-mode` each law is tried in each of them."""
     if metafunc.config.getoption("every_mode"):
         metafunc.parametrize("mode", MODES, ids=[f"{warmup}-{steps}" for warmup, steps in MODES])
 
