@@ -28,7 +28,7 @@ from jaxpaged.request import Request
 from jaxpaged.runner import Runner, StepCompiler, device_facts, largest_shape, use_compilation_cache
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.scheduler import Scheduler
-from jaxpaged.step_data import NOT_DRAWN, ScheduledStep, StepOutput
+from jaxpaged.step_data import NOT_DRAWN, ScheduledStep, StepInputs, StepOutput
 from jaxpaged.steps import Drawn
 from jaxpaged.tokenizer import (
     Detokenizer,
@@ -58,6 +58,15 @@ class _Launched:
     drawn: Drawn
     record: dict[str, Any]
     time: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Built:
+    """A step that is to be launched next."""
+
+    scheduled: ScheduledStep
+    inputs: StepInputs
+    seconds: float
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -127,6 +136,7 @@ class Engine:
             ("num_steps", "num_prompt_tokens", "num_generated_tokens", "num_finished", "num_scheduled_tokens",
              "num_padded_tokens", "peak_blocks_used"), 0,
         )  # fmt: skip
+        self._built: _Built | None = None
         self._in_flight: deque[_Launched] = deque()
         self._num_draws = 1 if self.config.num_decode_steps == "auto" else self.config.num_decode_steps
         self._last_digest_time = 0.0
@@ -312,7 +322,7 @@ class Engine:
         if self._runner is not None:
             for request_id in list(self._groups):
                 self.abort(request_id)
-            self._in_flight.clear()
+            self._forget_steps()
             self._runner.close()
             self._runner = None
 
@@ -515,7 +525,7 @@ class Engine:
             with TraceAnnotation("update"):
                 updated = self._scheduler.update(launched.scheduled, output)
         except BaseException:  # Ctrl-C too: nobody knows what the device has written
-            self._in_flight.clear()
+            self._forget_steps()
             self._scheduler.rewind()
             runner.reset()
             raise
@@ -527,20 +537,36 @@ class Engine:
         self._count(launched, output, request_to_num_tokens, times, end)
 
     def _launch(self, runner: Runner) -> bool:
-        """Starts the next step. False when there is none, or none before the steps in flight are done."""
+        """Starts the next step. False when there is none, or none before the steps in flight are done.
+
+        A step that is yet to be compiled waits for them, so that their tokens do not wait for it.
+        """
+        if self._built is None:
+            self._built = self._build(runner)
+        if self._built is None or (self._in_flight and not runner.is_compiled(self._built.inputs)):
+            return False
+        built, self._built, start = self._built, None, time.perf_counter()
+        with TraceAnnotation("launch"):
+            drawn = runner.launch(built.inputs)
+        times = {"schedule_s": built.seconds, "launch_s": time.perf_counter() - start}
+        record = self._record(built.scheduled, len(built.inputs.token_t)) | times
+        self._in_flight.append(_Launched(built.scheduled, drawn, record, start))
+        return True
+
+    def _build(self, runner: Runner) -> _Built | None:
+        """The next step, None when there is none."""
         start = time.perf_counter()
         with TraceAnnotation("schedule"):
             scheduled = self._scheduler.schedule(self._num_draws)
             if scheduled is None:
-                return False
+                return None
             inputs = batch.build(scheduled, self._buckets, runner.scratch_block)
-        built = time.perf_counter()
-        with TraceAnnotation("launch"):
-            drawn = runner.launch(inputs)
-        end = time.perf_counter()
-        record = self._record(scheduled, len(inputs.token_t)) | {"schedule_s": built - start, "launch_s": end - built}
-        self._in_flight.append(_Launched(scheduled, drawn, record, start))
-        return True
+        return _Built(scheduled, inputs, time.perf_counter() - start)
+
+    def _forget_steps(self):
+        """Whatever is in flight or to be launched is not waited for."""
+        self._built = None
+        self._in_flight.clear()
 
     def _record(self, scheduled: ScheduledStep, num_padded: int) -> dict[str, Any]:
         """What is known of a step when it is launched."""

@@ -3,8 +3,11 @@
 Unused page-table entries point to the scratch block; nothing is ever written there.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.experimental.buffer_callback import buffer_callback
 
 from jaxpaged.config import ModelConfig
 from jaxpaged.memory import kv_block_shape
@@ -23,10 +26,19 @@ def pool_specs(model: ModelConfig, num_blocks: int, block_size: int, dtype: str)
 
 
 def make_pool(model: ModelConfig, num_blocks: int, block_size: int, dtype: str) -> KVCache:
-    """The pool, zeroed, on the device."""
-    return jax.tree.map(
-        lambda spec: jnp.zeros(spec.shape, spec.dtype), pool_specs(model, num_blocks, block_size, dtype)
-    )
+    """The pool on the device: zeroed, but on a CPU with whatever was there.
+
+    Nobody reads a slot that was not written. Writing zeros to 4 GiB takes a CPU seconds; unwritten, the memory is
+    reserved, and the system hands its pages out as blocks are used for the first time.
+    """
+    make = _allocate if jax.default_backend() == "cpu" else lambda spec: jnp.zeros(spec.shape, spec.dtype)
+    return jax.tree.map(make, pool_specs(model, num_blocks, block_size, dtype))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _allocate(spec: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array that nobody has written: the callback is to fill its output in place, and leaves it as it is."""
+    return buffer_callback(lambda context, output: None, spec)()
 
 
 def copy_blocks(kv: KVCache, source_c: jax.Array, target_c: jax.Array) -> KVCache:

@@ -168,6 +168,10 @@ class StepCompiler:
             for _ in tqdm(pool.map(self.compile, shapes), desc="Compiling steps", total=len(shapes), disable=None):
                 pass
 
+    def has(self, shape: StepShape | UpdateShape) -> bool:
+        """Whether what has this shape is compiled."""
+        return shape in self._compiled
+
     def get(self, shape: StepShape | UpdateShape) -> Any:
         """The step or update of this shape, compiled now if it has not been. RuntimeError for that in strict mode."""
         if shape not in self._compiled:
@@ -217,6 +221,10 @@ class StepCompiler:
         return jax.jit(update, donate_argnums=0).lower(state, *arguments)
 
 
+def _shape_of(inputs: StepInputs) -> StepShape:
+    return StepShape(inputs.is_decode, len(inputs.token_t), len(inputs.row_b), inputs.num_logprobs)
+
+
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
@@ -261,8 +269,7 @@ class Runner:
 
         Does not wait: steps run one after another on the device, and their outputs come to the host by themselves.
         """
-        shape = StepShape(inputs.is_decode, len(inputs.token_t), len(inputs.row_b), inputs.num_logprobs)
-        step = self.compiler.get(shape)
+        step = self.compiler.get(_shape_of(inputs))
         if inputs.copies is not None:
             self._kv = self._updated(self._kv, inputs.copies)
         for updates in (inputs.row_updates, inputs.block_updates):
@@ -280,6 +287,10 @@ class Runner:
         for array in jax.tree.leaves(drawn):
             array.copy_to_host_async()
         return drawn
+
+    def is_compiled(self, inputs: StepInputs) -> bool:
+        """Whether `launch` would have nothing to compile but updates, which take no time."""
+        return self.compiler.has(_shape_of(inputs))
 
     def wait(self, drawn: steps.Drawn) -> StepOutput:
         """What a step has drawn, when it is done. Raises what went wrong on the device."""

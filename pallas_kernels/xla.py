@@ -64,7 +64,7 @@ def paged_attention(
     is_single_b = query_len_b == 1
     many_len_b, out_tnh = jnp.where(is_single_b, 0, query_len_b), jnp.zeros_like(q_tnh)
     tiles = functools.partial(_tiles, q_tnh, kv, query_start_b1, context_len_b, page_table_bp, attend)
-    if query_len_b.shape[0] * _SHORT_TILE >= q_tnh.shape[0]:  # else few requests can be that short
+    if query_len_b.shape[0] * _SHORT_TILE >= q_tnh.shape[0] > _SHORT_TILE:  # else few requests are that short, or all
         is_short_b = many_len_b <= _SHORT_TILE
         out_tnh = tiles(jnp.where(is_short_b, many_len_b, 0), out_tnh, _SHORT_TILE)
         many_len_b = jnp.where(is_short_b, 0, many_len_b)
@@ -177,6 +177,8 @@ def _decode(q_bnh, kv: HeadMajorKV, live_len_b, page_table_bp, attend) -> jax.Ar
         chunk_w = jnp.where(is_pair_w, num_shared + pair_w - (last_b - num_chunks_b)[request_w], 0)
         left_w = jnp.where(is_pair_w, live_len_b[request_w] - chunk_w * chunk, 0)
         block_wc = table[request_w[:, None], chunk_w[:, None] * per_chunk + jnp.arange(per_chunk)[None]]
+        # Else XLA computes them again in each of the operations below.
+        request_w, left_w, block_wc = lax.optimization_barrier((request_w, left_w, block_wc))
         distance_xgs = jnp.repeat(left_w - 1, k)[:, None, None] - jnp.arange(chunk)[None, None]
         q_xgh = q_bkgh[request_w].reshape(pairs * k, g, h)
         k_xsh, v_xsh = _gather(kv.k, block_wc, left_w), _gather(kv.v, block_wc, left_w)
@@ -234,18 +236,12 @@ def _tiles(
     g, tile, per_chunk = n // k, min(tile, t), max(1, _TOKENS_PER_CHUNK_TILE // s)
     chunk = per_chunk * s
     table = _padded_table(page_table_bp, per_chunk)
-    num_tiles_b = -(-query_len_b // tile)
-    last_tile_b = jnp.cumsum(num_tiles_b)
+    num_tiles, plan_i5 = _plan_tiles(query_start_b1, query_len_b, context_len_b, t, tile)
 
     def one_tile(i, out_tnh):
-        r = (last_tile_b <= i).sum()
-        start = query_start_b1[r] + (i - (last_tile_b - num_tiles_b)[r]) * tile
-        # The last tile of all may not fit: it begins earlier, and leaves the rows before `start` as they are.
-        begin = jnp.minimum(start, t - tile)
-        row_q = begin + jnp.arange(tile)
-        position_q = context_len_b[r] - query_len_b[r] + row_q - query_start_b1[r]
-        is_mine_q = (row_q >= start) & (position_q < context_len_b[r])
-        last = jnp.minimum(position_q[-1] + 1, context_len_b[r])
+        r, begin, skipped, position, last = lax.dynamic_index_in_dim(plan_i5, i, keepdims=False)
+        position_q = position + jnp.arange(tile)
+        is_mine_q = (jnp.arange(tile) >= skipped) & (position_q < last)
         q_kgh = lax.dynamic_slice(q_tnh, (begin, 0, 0), (tile, n, h))
         q_kgh = q_kgh.reshape(tile, k, g, h).transpose(1, 2, 0, 3).reshape(k, g * tile, h)
         position_g = jnp.tile(position_q, g)[:, None]
@@ -264,4 +260,20 @@ def _tiles(
         out_qnh = jnp.where(is_mine_q[:, None, None], out_qnh, old_qnh)
         return lax.dynamic_update_slice(out_tnh, out_qnh, (begin, 0, 0))
 
-    return lax.fori_loop(0, last_tile_b[-1], one_tile, out_tnh)
+    return lax.fori_loop(0, num_tiles, one_tile, out_tnh)
+
+
+def _plan_tiles(query_start_b1, query_len_b, context_len_b, t: int, tile: int) -> tuple[jax.Array, jax.Array]:
+    """(number of tiles, for each tile its request, first row, rows to leave alone, position of the first row, and the
+    end of its keys [i, 5]). The same for all layers: XLA computes it once.
+    """
+    num_tiles_b = -(-query_len_b // tile)
+    last_tile_b = jnp.cumsum(num_tiles_b)
+    i = jnp.arange(t // tile + query_len_b.shape[0])
+    r_i = jnp.minimum((last_tile_b[None] <= i[:, None]).sum(1), query_len_b.shape[0] - 1)
+    start_i = query_start_b1[r_i] + (i - (last_tile_b - num_tiles_b)[r_i]) * tile
+    # The last tile of all may not fit: it begins earlier, and leaves the rows before `start` as they are.
+    begin_i = jnp.minimum(start_i, t - tile)
+    position_i = context_len_b[r_i] - query_len_b[r_i] + begin_i - query_start_b1[r_i]
+    end_i = jnp.minimum(position_i + tile, context_len_b[r_i])
+    return last_tile_b[-1], jnp.stack([r_i, begin_i, start_i - begin_i, position_i, end_i], axis=1)

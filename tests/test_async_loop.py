@@ -28,6 +28,7 @@ def run(engine, params, prompt=PROMPT):
 
 
 def test_the_next_step_starts_before_the_last_one_is_waited_for(engine, monkeypatch):
+    run(engine, greedy(2))  # compiles, which the steps in flight do not wait for
     calls, (launch, wait) = [], (engine._runner.launch, engine._runner.wait)
     monkeypatch.setattr(engine._runner, "launch", lambda inputs: calls.append("launch") or launch(inputs))
     monkeypatch.setattr(engine._runner, "wait", lambda drawn: calls.append("wait") or wait(drawn))
@@ -153,3 +154,49 @@ def workloads(request):
     directory = request.config.rootpath / "scripts" / "workloads"
     records = [json.loads((directory / f"W{i}.json").read_text()) for i in (1, 2, 3, 4)]
     return [(record["prompt_token_ids"], record["max_tokens"]) for record in records]
+
+
+@pytest.fixture
+def new_engine():
+    with Engine(tiny.model_directory(), tokenizer=BytesTokenizer(), num_decode_steps=1, **SETTINGS) as engine:
+        yield engine
+
+
+def steps_compiled(engine):
+    return [step["shape"] for step in engine.stats()["compiled_steps"] if "Updates" not in step["shape"]]
+
+
+def test_the_first_token_does_not_wait_for_the_decode_step_to_be_compiled(new_engine):
+    new_engine.add_request(PROMPT, greedy(4, output_kind=RequestOutputKind.CUMULATIVE))
+    [first] = new_engine.step()
+    assert first.outputs[0].token_ids == tiny.naive_greedy(PROMPT, 1)
+    assert [shape.split(" of")[0] for shape in steps_compiled(new_engine)] == ["prefill"]
+    while new_engine.has_unfinished_requests():
+        [last] = new_engine.step()
+    assert last.outputs[0].token_ids == tiny.naive_greedy(PROMPT, 4)
+    assert [shape.split(" of")[0] for shape in steps_compiled(new_engine)] == ["prefill", "decode"]
+
+
+def test_requests_may_go_and_come_while_a_step_waits_to_be_compiled(new_engine):
+    gone = new_engine.add_request(PROMPT, greedy(30))
+    new_engine.step()
+    assert new_engine.abort(gone).outputs[0].token_ids == tiny.naive_greedy(PROMPT, 1)
+    prompts = [prompt_of(20, seed=5), PROMPT]
+    outputs = new_engine.generate(prompts, greedy(9), use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in outputs] == [tiny.naive_greedy(p, 9) for p in prompts]
+    new_engine.check()
+    assert new_engine.stats()["blocks_used"] == 0
+
+
+def test_a_compilation_that_fails_loses_no_request(new_engine, monkeypatch):
+    new_engine.add_request(PROMPT, greedy(6))
+    new_engine.step()
+    compile_step = new_engine._runner.compiler.compile
+    monkeypatch.setattr(new_engine._runner.compiler, "compile", lambda shape: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        new_engine.step()
+    monkeypatch.setattr(new_engine._runner.compiler, "compile", compile_step)
+    while new_engine.has_unfinished_requests():
+        outputs = new_engine.step()
+    assert outputs[0].outputs[0].token_ids == tiny.naive_greedy(PROMPT, 6)
+    new_engine.check()
