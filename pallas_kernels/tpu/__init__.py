@@ -1,0 +1,1 @@
+"""Kernels for TPUs, on the packed layout."""
