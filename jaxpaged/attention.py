@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import xla
+from pallas_kernels.tpu import paged_attention as tpu
 
 
 def paged_attention(
@@ -28,8 +29,10 @@ def paged_attention(
     match backend:
         case "xla":
             attend = xla.paged_attention
+        case "pallas_tpu":
+            attend = tpu.paged_attention
         case _:
-            raise ValueError(f"attention_backend={backend!r} is not known; there is 'xla'")
+            raise ValueError(f"attention_backend={backend!r} is not known; there are 'xla' and 'pallas_tpu'")
     return attend(
         q_tnh,
         k_tkh,

@@ -11,6 +11,11 @@ GIB = 2**30
 
 DTYPES = ("float32", "float16", "bfloat16")
 
+_TPU_LEAST_BLOCK_SIZE = 16
+"""Tokens of 16 bits in a memory tile of a TPU, which the kernel writes whole."""
+_TPU_PAGE_TABLE_BYTES = 2**19
+"""What a step's page table may take of a TPU's 1 MiB of scalar memory."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
@@ -106,7 +111,7 @@ class EngineConfig:
     seed: int = 0
     """Where the seeds of requests without one come from; also of random weights."""
     block_size: int | Literal["auto"] = "auto"
-    """Tokens in a block of KV memory; auto: 16."""
+    """Tokens in a block of KV memory; auto: 16, on a TPU more where the page table of all requests would not fit."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together; None: what the model was trained for."""
     max_num_seqs: int = 256
@@ -124,7 +129,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Reuse K and V of prompts that begin alike."""
     attention_backend: str = "auto"
-    """auto or xla."""
+    """xla or pallas_tpu; auto: pallas_tpu on a TPU, for models that it can be used for (num_kv_heads × head_dim a
+    multiple of 64), else xla."""
     load_format: str = "auto"
     """auto, safetensors, gguf, orbax, or dummy: random weights of the right shapes."""
     kv_cache_dtype: str = "auto"
@@ -181,9 +187,9 @@ class EngineConfig:
         _check_choice("warmup", self.warmup, ("auto", "lazy", "full", "strict"))
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be True or False")
-        if self.attention_backend in ("pallas_tpu", "pallas_gpu", "mosaic_gpu"):
-            raise ValueError(f"attention_backend={self.attention_backend!r} is not supported yet; use 'auto' or 'xla'")
-        _check_choice("attention_backend", self.attention_backend, ("auto", "xla"))
+        if self.attention_backend in ("pallas_gpu", "mosaic_gpu"):
+            raise ValueError(f"attention_backend={self.attention_backend!r} is not supported yet; use 'auto'")
+        _check_choice("attention_backend", self.attention_backend, ("auto", "xla", "pallas_tpu"))
         if self.kv_cache_dtype != "auto":
             raise ValueError(
                 f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported yet; K and V have the engine's dtype ('auto')"
@@ -205,25 +211,66 @@ def resolve(engine: EngineConfig, model: ModelConfig, device: DeviceFacts) -> En
             f"max_model_len={max_model_len} exceeds the {model.max_position_embeddings} positions that the model was "
             f"trained for; give max_model_len={model.max_position_embeddings} or less"
         )
+    backend = engine.attention_backend
+    if backend == "auto":
+        backend = "pallas_tpu" if device.platform == "tpu" and _fills_lanes(model) else "xla"
+    block_size = 16 if engine.block_size == "auto" else engine.block_size
+    if backend == "pallas_tpu":
+        block_size = _tpu_block_size(engine, model, device, dtype, max_model_len)
     return replace(
         engine,
         dtype=dtype,
-        block_size=16 if engine.block_size == "auto" else engine.block_size,
+        block_size=block_size,
         max_model_len=max_model_len,
-        attention_backend="xla" if engine.attention_backend == "auto" else engine.attention_backend,
+        attention_backend=backend,
         warmup=("lazy" if device.platform == "cpu" else "full") if engine.warmup == "auto" else engine.warmup,
         max_logprobs=model.vocab_size if engine.max_logprobs == -1 else min(engine.max_logprobs, model.vocab_size),
     )
 
 
 def _auto_dtype(model: ModelConfig, device: DeviceFacts) -> str:
-    """On a CPU bfloat16 where that is faster than float32; elsewhere the checkpoint's 16-bit dtype, bfloat16 for
-    float32 checkpoints, float16 where bfloat16 is not native."""
+    """On a CPU bfloat16 where that is faster than float32; on a TPU bfloat16; elsewhere the checkpoint's 16-bit dtype,
+    bfloat16 for float32 checkpoints, float16 where bfloat16 is not native."""
     if device.platform == "cpu":
         return "bfloat16" if device.has_native_bf16 else "float32"
+    if device.platform == "tpu":
+        return "bfloat16"
     if not device.has_native_bf16:
         return "float16"
     return model.dtype if model.dtype != "float32" else "bfloat16"
+
+
+def _fills_lanes(model: ModelConfig) -> bool:
+    """Whether K and V of a token fill lanes of 128, which is what the TPU kernel's layout is made for."""
+    return model.num_kv_heads * model.head_dim % 64 == 0
+
+
+def _tpu_block_size(
+    engine: EngineConfig, model: ModelConfig, device: DeviceFacts, dtype: str, max_model_len: int
+) -> int:
+    """Block size for the TPU kernel. ValueError for what it cannot be used for."""
+    if device.platform != "tpu":
+        raise ValueError(
+            f"attention_backend='pallas_tpu' needs a TPU, but this is {device.kind} ({device.platform}); use 'auto'"
+        )
+    if not _fills_lanes(model):
+        raise ValueError(
+            f"attention_backend='pallas_tpu' needs num_kv_heads × head_dim to be a multiple of 64, but the model has "
+            f"{model.num_kv_heads} × {model.head_dim}; use 'auto' or 'xla'"
+        )
+    if dtype == "float16":
+        raise ValueError("attention_backend='pallas_tpu' knows no float16; use dtype='bfloat16' or 'float32'")
+    fitting = _TPU_LEAST_BLOCK_SIZE
+    while engine.max_num_seqs * -(-max_model_len // fitting) * 4 > _TPU_PAGE_TABLE_BYTES:
+        fitting *= 2
+    given = fitting if engine.block_size == "auto" else engine.block_size
+    if given < fitting or given & (given - 1):
+        raise ValueError(
+            f"block_size={given}: attention_backend='pallas_tpu' needs a power of two, {_TPU_LEAST_BLOCK_SIZE} or more, "
+            f"and {fitting} or more for the page table of max_num_seqs={engine.max_num_seqs} requests of "
+            f"max_model_len={max_model_len} to fit {_TPU_PAGE_TABLE_BYTES // 1024} KiB of scalar memory"
+        )
+    return given
 
 
 def _stretches(model: ModelConfig) -> bool:

@@ -11,10 +11,22 @@ _CPU_POOL_FRACTION = 0.4
 
 
 def kv_block_shape(layout: str, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-    """Shape of K, or V, of one block in one layer. "head_major" (GPU and CPU): [kv_heads, block_size, head_dim]."""
-    if layout != "head_major":
-        raise ValueError(f"KV layout {layout!r} is not known; there is 'head_major'")
-    return (num_kv_heads, block_size, head_dim)
+    """Shape of one block in one layer. ValueError for a layout that is not known.
+
+    "head_major" (GPU and CPU): K, or V, [kv_heads, block_size, head_dim].
+    "packed" (TPU): K and V, [block_size, kv_heads × 2 × head_dim].
+    """
+    match layout:
+        case "head_major":
+            return (num_kv_heads, block_size, head_dim)
+        case "packed":
+            return (block_size, num_kv_heads * 2 * head_dim)
+    raise ValueError(f"KV layout {layout!r} is not known; there are 'head_major' and 'packed'")
+
+
+def kv_layout(backend: str) -> str:
+    """The layout that an attention backend reads."""
+    return "packed" if backend == "pallas_tpu" else "head_major"
 
 
 def block_bytes(model: ModelConfig, block_size: int, dtype: str) -> int:

@@ -146,7 +146,7 @@ class StepCompiler:
             "max_model_len": config.max_model_len,
         }
         self._weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
-        self._kv = pool_specs(model, num_blocks, config.block_size, config.dtype)
+        self._kv = pool_specs(model, num_blocks, config.block_size, config.dtype, config.attention_backend)
         self._state = jax.eval_shape(
             functools.partial(steps.make_row_state, buckets.num_rows, buckets.max_blocks, num_blocks)
         )
@@ -309,7 +309,8 @@ class Runner:
     def _make_state(self):
         config, buckets = self._config, self._buckets
         assert isinstance(config.block_size, int)
-        self._kv = make_pool(self._model, self.scratch_block, config.block_size, config.dtype)
+        pool = (self.scratch_block, config.block_size, config.dtype, config.attention_backend)
+        self._kv = make_pool(self._model, *pool)
         self._state = steps.make_row_state(buckets.num_rows, buckets.max_blocks, self.scratch_block)
 
     def _delete(self, *trees: Any):

@@ -42,7 +42,7 @@ def size_of(tree) -> int:
 
 
 def layer_pool_bytes(num_blocks: int) -> int:
-    return size_of(pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32")[0])
+    return size_of(pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32", "xla")[0])
 
 
 def assert_in_place(compile_step):
@@ -52,7 +52,7 @@ def assert_in_place(compile_step):
     for num_blocks in (NUM_BLOCKS, 2 * NUM_BLOCKS, 4 * NUM_BLOCKS):
         compiled = compile_step(num_blocks)
         analysis = compiled.memory_analysis()
-        donated = size_of(pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32")) + compiler(num_blocks).state_bytes
+        donated = size_of(pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32", "xla")) + compiler(num_blocks).state_bytes
         assert analysis.alias_size_in_bytes == donated
         assert analysis.temp_size_in_bytes < layer_pool_bytes(num_blocks)
         assert_nothing_copied(compiled.as_text(), num_blocks)
@@ -65,7 +65,7 @@ def assert_nothing_copied(hlo: str, num_blocks: int):
     forbidden = {
         tuple(sorted(leaf.shape))
         for leaf in (
-            *jax.tree.leaves(pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32")),
+            *jax.tree.leaves(pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32", "xla")),
             *(s for s in jax.tree.leaves(param_specs(MODEL, "float32"), is_leaf=lambda x: hasattr(x, "axes"))),
         )
         if len(leaf.shape) > 1
@@ -84,7 +84,7 @@ def test_steps_update_the_pool_in_place_and_copy_no_weight(kind, num_decode_step
 
 def test_a_copy_of_blocks_is_in_place():
     for num_blocks in (NUM_BLOCKS, 2 * NUM_BLOCKS):
-        kv, ids = pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32"), jax.ShapeDtypeStruct((8,), jnp.int32)
+        kv, ids = pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32", "xla"), jax.ShapeDtypeStruct((8,), jnp.int32)
         compiled = jax.jit(copy_blocks, donate_argnums=0).lower(kv, ids, ids).compile()
         assert compiled.memory_analysis().alias_size_in_bytes == size_of(kv)
         assert compiled.memory_analysis().temp_size_in_bytes < layer_pool_bytes(NUM_BLOCKS) / 10

@@ -26,7 +26,7 @@ def logits_in_chunks(name: str, chunks: list[int], *, max_model_len: int = 64) -
     source = open_model(MODELS / name, "auto")
     weights = load_weights(source, "float32")
     num_blocks = -(-len(token_ids) // BLOCK_SIZE)
-    kv = make_pool(source.config, num_blocks, BLOCK_SIZE, "float32")
+    kv = make_pool(source.config, num_blocks, BLOCK_SIZE, "float32", "xla")
     page_table_bp = jnp.arange(num_blocks, dtype=jnp.int32)[::-1][None]
     rows, start = [], 0
     for size in [*chunks, len(token_ids) - sum(chunks)]:

@@ -227,7 +227,7 @@ def smollm2():
 
     @jax.jit
     def logprobs(weights):
-        kv = make_pool(source.config, num_blocks, 16, "float32")
+        kv = make_pool(source.config, num_blocks, 16, "float32", "xla")
         static = {"backend": "xla", "max_model_len": 8192, "is_decode": False}
         hidden_td, _ = decoder.forward(source.config, weights, tokens, kv, **static)
         rows = np.concatenate([start + np.arange(n - len(r["output_token_ids"]), n) - 1 for r, start, n in requests])
