@@ -1,8 +1,11 @@
 """Which form of paged attention runs: one `match` over the backends."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from pallas_kernels import xla
 from pallas_kernels.tpu import paged_attention as tpu
@@ -28,20 +31,22 @@ def paged_attention(
     """
     match backend:
         case "xla":
-            attend = xla.paged_attention
+            attend = functools.partial(xla.paged_attention, scale=scale, is_decode=is_decode)
         case "pallas_tpu":
-            attend = tpu.paged_attention
+            attend = _over_kv_heads(functools.partial(tpu.paged_attention, scale=scale, is_decode=is_decode))
         case _:
             raise ValueError(f"attention_backend={backend!r} is not known; there are 'xla' and 'pallas_tpu'")
-    return attend(
-        q_tnh,
-        k_tkh,
-        v_tkh,
-        kv,
-        query_start_b1,
-        context_len_b,
-        page_table_bp,
-        num_requests,
-        scale=scale,
-        is_decode=is_decode,
+    return attend(q_tnh, k_tkh, v_tkh, kv, query_start_b1, context_len_b, page_table_bp, num_requests)
+
+
+def _over_kv_heads(attend: Callable) -> Callable:
+    """`attend` on the packed layout, under a mesh on each shard of the heads: the compiler cannot split a kernel."""
+    if jax.sharding.get_abstract_mesh().shape.get("tensor", 1) == 1:
+        return attend
+    heads, lanes, whole = PartitionSpec(None, "tensor"), PartitionSpec(None, None, "tensor"), PartitionSpec()
+    return jax.shard_map(
+        attend,
+        in_specs=(heads, heads, heads, lanes, whole, whole, whole, whole),
+        out_specs=(heads, lanes),
+        check_vma=False,
     )

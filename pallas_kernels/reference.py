@@ -1,5 +1,6 @@
 """The oracle of paged attention: numpy in float64, one request after another, nothing clever."""
 
+import ml_dtypes
 import numpy as np
 
 
@@ -27,7 +28,7 @@ def paged_attention(
     `kv` holds logical K and V [blocks, block_size, kv_heads, head_dim] and is not changed; a new pair is returned.
     A query sees the positions up to its own, the last `sliding_window` of them where that is given.
     `soft_cap`: scores become soft_cap × tanh(score / soft_cap). `k_scale_k`, `v_scale_k`: stored values times these,
-    per KV head, are K and V; new ones are divided by them. Padded queries give 0. Softmax: arXiv:1706.03762.
+    per KV head, are K and V; new ones are divided by them and `stored`. Padded queries give 0. Softmax: arXiv:1706.03762.
     """
     q_tnh, k_tkh, v_tkh = (np.asarray(x, np.float64) for x in (q_tnh, k_tkh, v_tkh))
     k_pool, v_pool = (np.array(x) for x in kv)
@@ -44,8 +45,8 @@ def paged_attention(
         for t in range(start, stop):
             position = first + t - start
             block, offset = int(page_table_bp[i, position // block_size]), position % block_size
-            k_pool[block, offset] = (k_tkh[t] / k_scale_k[:, None]).astype(k_pool.dtype)
-            v_pool[block, offset] = (v_tkh[t] / v_scale_k[:, None]).astype(v_pool.dtype)
+            k_pool[block, offset] = stored(k_tkh[t] / k_scale_k[:, None], k_pool.dtype)
+            v_pool[block, offset] = stored(v_tkh[t] / v_scale_k[:, None], v_pool.dtype)
 
     for i in requests:
         start, stop, context_len = int(query_start_b1[i]), int(query_start_b1[i + 1]), int(context_len_b[i])
@@ -63,3 +64,13 @@ def paged_attention(
                 weights = np.exp(scores - scores.max())
                 out_tnh[t, n] = weights @ v_ckh[oldest : position + 1, n // group] / weights.sum()
     return out_tnh, (k_pool, v_pool)
+
+
+def stored(x: np.ndarray, dtype) -> np.ndarray:
+    """x as the pool keeps it: in 8 bits the nearest value, the largest where x is beyond it."""
+    if dtype.itemsize > 1:
+        return x.astype(dtype)
+    if np.issubdtype(dtype, np.integer):
+        return np.clip(np.rint(x), -127, 127).astype(dtype)
+    largest = float(ml_dtypes.finfo(dtype).max)
+    return np.clip(x, -largest, largest).astype(dtype)

@@ -40,9 +40,11 @@ from pallas_kernels.xla import request_of_token
 _MASKED = -1e30
 _LANES = 128
 _LONGEST_TILE = 128
-_MOST_ROWS = 2048
+_MOST_ROWS = 4096
+_MOST_ROWS_OF_A_HEAD = 512
 _LONGEST_CHUNK = 512
 _CHUNK_BYTES = 2 * 2**20
+_VMEM_BYTES = 48 * 2**20
 
 
 def paged_attention(
@@ -95,7 +97,7 @@ def paged_attention(
     out_tnh, kv = run(kv, query_len_b=jnp.where(query_len_b == 1, query_len_b, 0), tile=1, most_tiles=b)
     if is_decode:
         return out_tnh, kv
-    tile = tile or max(rows_per_tile(kv.dtype), min(_LONGEST_TILE, _MOST_ROWS // n, _power_of_two(2 * t // b)))
+    tile = tile or _choose_tile(t, b, n, num_kv_heads, kv.dtype)
     most_tiles = t // tile + 2 * min(b, t // 2)
     long_tnh, kv = run(kv, query_len_b=jnp.where(query_len_b > 1, query_len_b, 0), tile=tile, most_tiles=most_tiles)
     return out_tnh + long_tnh, kv
@@ -110,16 +112,30 @@ def _check_block_size(block_size: int, dtype):
         )
 
 
+def _choose_tile(num_tokens: int, num_requests: int, num_heads: int, num_kv_heads: int, dtype) -> int:
+    """Long, so that K and V are read seldom, but no longer than twice what a request has on average: the rest of its
+    last tile is padding."""
+    rows = min(_MOST_ROWS // num_heads, _MOST_ROWS_OF_A_HEAD * num_kv_heads // num_heads)
+    longest = min(_LONGEST_TILE, rows, 2 * num_tokens // num_requests)
+    return max(rows_per_tile(dtype), _power_of_two(longest))
+
+
 def _power_of_two(n: int) -> int:
     """The largest power of two up to n, 1 or more."""
     return 1 << max(n.bit_length() - 1, 0)
 
 
 def _as_stored(k_tkh, v_tkh, k_scale_k, v_scale_k, dtype) -> jax.Array:
-    """Rows of the packed layout [t, e] in the pool's dtype."""
-    k_tkh = (k_tkh.astype(jnp.float32) / k_scale_k[None, :, None]).astype(dtype)
-    v_tkh = (v_tkh.astype(jnp.float32) / v_scale_k[None, :, None]).astype(dtype)
-    return jnp.concatenate([k_tkh, v_tkh], axis=-1).reshape(k_tkh.shape[0], -1)
+    """Rows of the packed layout [t, e] in the pool's dtype: in 8 bits the nearest value, the largest for any beyond."""
+    k_tkh, v_tkh = (
+        x_tkh.astype(jnp.float32) / scale_k[None, :, None] for x_tkh, scale_k in ((k_tkh, k_scale_k), (v_tkh, v_scale_k))
+    )
+    new_te = jnp.concatenate([k_tkh, v_tkh], axis=-1).reshape(k_tkh.shape[0], -1)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.clip(jnp.round(new_te), -127, 127).astype(dtype)
+    if dtype.itemsize == 1:
+        new_te = jnp.clip(new_te, -float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).max))
+    return new_te.astype(dtype)
 
 
 class _Tiles(NamedTuple):
@@ -231,7 +247,7 @@ def _call(tiles: _Tiles, page_table_bp, scale_xk, q_wkrh, new_wje, kv, *, window
         ),
         out_shape=[jax.ShapeDtypeStruct(q_wkrh.shape, q_wkrh.dtype), jax.ShapeDtypeStruct(kv.shape, kv.dtype)],
         input_output_aliases={len(scalars) + 3: 1},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=64 * 2**20),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=_VMEM_BYTES),
         name=f"paged_attention_{tile}",
     )(*scalars, scale_xk, q_wkrh, new_wje, kv)
 

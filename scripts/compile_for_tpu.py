@@ -1,0 +1,245 @@
+"""Compiles for TPUs on a machine without one, and prints a JSON line for each program.
+
+    pip install "jax[tpu]" && python scripts/compile_for_tpu.py v5e:2x2 --kernels pairs --steps 2
+
+Needs libtpu, which compiles for v5e:2x2, v6e:2x2, v5p:2x2x1, tpu7x:2x2x1 and others. Nothing is run.
+`--kernels`: the attention kernel alone; `once`: each value of each axis at least once, `pairs`: each pair of values of
+two axes. `--steps LAYERS`: whole decode and prefill steps of the models at their full widths with so many layers (0: all
+of them); `--models` names some. `--blocks` is the size of their pools.
+
+A program is compiled, or refused with the first lines of the compiler's error. `alias_bytes`: what is updated in place;
+`donated_bytes`: what was to be; `temp_bytes`: temporaries; `copies`: instructions of the optimized program that copy,
+transpose or convert an array of a weight's or a pool's shape. The last line counts.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+
+os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxpaged.batch import make_buckets
+from jaxpaged.config import EngineConfig, ModelConfig
+from jaxpaged.models.weights import ParamSpec, map_specs, param_specs
+from jaxpaged.runner import StepCompiler, StepShape
+from pallas_kernels.tpu.layout import rows_per_tile
+from pallas_kernels.tpu.paged_attention import paged_attention
+
+AXES = {
+    "heads": [(32, 8), (32, 4), (8, 1), (16, 16), (9, 3)],
+    "head_dim": [64, 128, 256],
+    "block_size": [16, 32, 64, 128],
+    "dtype": ["bfloat16", "float32"],
+    "kv_dtype": ["as dtype", "int8", "float8_e4m3fn"],
+    "mask": ["causal", "window", "soft cap", "window and soft cap"],
+    "shape": ["decode of 64", "prefill of 512×32"],
+}
+"""What the kernel is compiled for. `heads`: query and KV heads; `shape`: tokens and requests of a step."""
+
+_LLAMA = {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "dtype": "bfloat16"}
+MODELS = {
+    "TinyLlama-1.1B": ModelConfig(
+        vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_layers=22, num_heads=32, num_kv_heads=4,
+        head_dim=64, max_position_embeddings=2048, **_LLAMA,
+    ),
+    "Qwen3-0.6B": ModelConfig(
+        vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, num_kv_heads=8,
+        head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True, **_LLAMA,
+    ),
+    "Llama-3.1-8B": ModelConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8,
+        head_dim=128, max_position_embeddings=131072, **_LLAMA,
+    ),
+}  # fmt: skip
+"""Widths of models. Qwen3's norms of Q and K are not among what `ModelConfig` has: its sizes alone."""
+
+SHARDED = {"Llama-3.1-8B"}
+"""Models that are split over all devices of the target: one chip of 16 GB does not hold them."""
+
+MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_TOKENS = 2048, 64, 512
+
+
+class Target:
+    """A kind of TPU, as libtpu describes it, and the mesh of its chips that programs are compiled for."""
+
+    def __init__(self, name: str, num_devices: int = 1):
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices[:num_devices]
+        self.num_devices = len(devices)
+        self._mesh = Mesh(devices, ("tensor",), axis_types=(AxisType.Auto,))
+        cores = getattr(devices[0], "num_cores", 1)
+        device = AbstractDevice(device_kind=devices[0].device_kind, num_cores=cores, platform="tpu")
+        self._abstract = AbstractMesh((len(devices),), ("tensor",), (AxisType.Auto,), abstract_device=device)
+
+    def placed(self, tree, spec: PartitionSpec | None = None):
+        """The shapes of a tree, on the target's devices."""
+        sharding = NamedSharding(self._mesh, spec or PartitionSpec())
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    def compile(self, lower: Callable):
+        """What `lower()` gives, compiled, traced as on the target."""
+        with jax.sharding.use_abstract_mesh(self._abstract):
+            return lower().compile()
+
+
+def covering(axes: dict[str, list], strength: int) -> list[dict]:
+    """Few cases in which each combination of the values of any `strength` axes is there at least once."""
+    names = list(axes)
+    left = {
+        tuple(zip(chosen, values, strict=True))
+        for chosen in itertools.combinations(names, strength)
+        for values in itertools.product(*(range(len(axes[name])) for name in chosen))
+    }
+    cases = []
+    while left:
+        case: dict[str, int] = dict(min(left))
+        for name in names:  # the value that takes most of what is left along
+            if name not in case:
+                case[name] = max(range(len(axes[name])), key=lambda v: _num_covered(left, {**case, name: v}))  # noqa: B023
+        left = {combination for combination in left if not all(case[name] == value for name, value in combination)}
+        cases.append({name: axes[name][case[name]] for name in names})
+    return cases
+
+
+def _num_covered(left: set, case: dict[str, int]) -> int:
+    return sum(all(case.get(name) == value for name, value in combination) for combination in left)
+
+
+def kernel_cases(which: str) -> Iterator[dict]:
+    """Cases of the kernel, the block size at least a memory tile of the pool's dtype."""
+    for case in covering(AXES, 1 if which == "once" else 2):
+        kv_dtype = case["dtype"] if case["kv_dtype"] == "as dtype" else case["kv_dtype"]
+        yield case | {"kv_dtype": kv_dtype, "block_size": max(case["block_size"], rows_per_tile(kv_dtype))}
+
+
+def compile_kernel(target: Target, case: dict) -> dict:
+    """The facts of one case of the kernel."""
+    (n, k), h, s = case["heads"], case["head_dim"], case["block_size"]
+    is_decode = case["shape"].startswith("decode")
+    t, b = (64, 64) if is_decode else (512, 32)
+    dtype, kv_dtype, num_blocks = jnp.dtype(case["dtype"]), jnp.dtype(case["kv_dtype"]), 32768 // s
+    options = {"is_decode": is_decode, "scale": h**-0.5}
+    options |= {"sliding_window": 300} if "window" in case["mask"] else {}
+    options |= {"soft_cap": 30.0} if "soft cap" in case["mask"] else {}
+
+    def attend(q, k_new, v_new, kv, starts, contexts, table, num_requests, scale_k):
+        scales = {} if kv_dtype == dtype else {"k_scale_k": scale_k, "v_scale_k": scale_k}
+        return paged_attention(q, k_new, v_new, kv, starts, contexts, table, num_requests, **scales, **options)
+
+    kv = jax.ShapeDtypeStruct((num_blocks, s, 2 * k * h), kv_dtype)
+    floats = [jax.ShapeDtypeStruct((t, heads, h), dtype) for heads in (n, k, k)]
+    ints = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((b + 1,), (b,), (b, 4096 // s), ())]
+    arguments = target.placed((*floats, kv, *ints, jax.ShapeDtypeStruct((k,), jnp.float32)))
+    facts = compiled_facts(target, lambda: jax.jit(attend, donate_argnums=3).lower(*arguments), [kv.shape])
+    return facts | {"donated_bytes": math.prod(kv.shape) * kv_dtype.itemsize}
+
+
+def compile_step(target: Target, model: ModelConfig, kind: str, num_layers: int, num_blocks: int) -> dict:
+    """The facts of a whole step, "decode" (8 tokens of each request in one call) or "prefill"."""
+    model = model if num_layers == 0 else _with_layers(model, num_layers)
+    config = EngineConfig(
+        dtype="bfloat16", block_size=16, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_TOKENS, attention_backend="pallas_tpu", num_device_blocks=num_blocks,
+    )  # fmt: skip
+    specs = param_specs(model, "bfloat16")
+    axis = "tensor" if target.num_devices > 1 else None
+    split = {"qkv", "heads", "gate_up", "mlp", "vocab"}
+
+    def weight(spec: ParamSpec):
+        partition = PartitionSpec(*(axis if name in split else None for name in spec.axes))
+        return target.placed(jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), partition)
+
+    compiler = StepCompiler(config, model, map_specs(weight, specs), make_buckets(config), num_blocks)
+    compiler._weights = map_specs(weight, specs)
+    compiler._state = target.placed(compiler._state)
+    compiler._kv = target.placed(compiler._kv, PartitionSpec(None, None, axis))
+    b = MAX_NUM_SEQS
+    shape = StepShape(True, b, b, 20) if kind == "decode" else StepShape(False, MAX_TOKENS, b, 20)
+    pools = jax.tree.leaves(compiler._kv)
+    big = [leaf.sharding.shard_shape(leaf.shape) for leaf in (*pools, *jax.tree.leaves(compiler._weights))]
+    facts = compiled_facts(target, lambda: compiler.lower(shape), big)
+    pool_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in pools) // target.num_devices
+    return facts | {"donated_bytes": pool_bytes + compiler.state_bytes, "layer_pool_bytes": pool_bytes // len(pools)}
+
+
+def _with_layers(model: ModelConfig, num_layers: int) -> ModelConfig:
+    from dataclasses import replace
+
+    return replace(model, num_layers=num_layers)
+
+
+def compiled_facts(target: Target, lower: Callable, big_shapes: list[tuple[int, ...]]) -> dict:
+    """What there is to know of a compiled program, or why it was refused."""
+    start = time.perf_counter()
+    try:
+        compiled = target.compile(lower)
+    except Exception as error:
+        return {"result": "refused", "error": str(error)[:600]}
+    analysis = compiled.memory_analysis()
+    hlo = compiled.as_text()
+    return {
+        "result": "compiled",
+        "seconds": round(time.perf_counter() - start, 1),
+        "alias_bytes": analysis.alias_size_in_bytes,
+        "temp_bytes": analysis.temp_size_in_bytes,
+        "kernels": hlo.count("tpu_custom_call"),
+        "copies": copies_in(hlo, big_shapes),
+    }
+
+
+def copies_in(hlo: str, shapes: list[tuple[int, ...]]) -> list[str]:
+    """Instructions outside of fusions that copy, transpose or convert an array of one of these shapes, in any order of
+    dimensions. Inside a fusion nothing is written that its result is not."""
+    forbidden = {tuple(sorted(shape)) for shape in shapes if len(shape) > 1}
+    found, is_fused = [], False
+    for line in hlo.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            is_fused = line.lstrip("%").startswith("fused_computation")
+        match = re.search(r"= \w+\[([\d,]+)\]\S* (copy|transpose|convert)\(", line)
+        if match and not is_fused and tuple(sorted(int(size) for size in match[1].split(","))) in forbidden:
+            found.append(line.strip()[:200])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", help="a topology of libtpu, for example v5e:2x2")
+    parser.add_argument("--kernels", choices=("once", "pairs"))
+    parser.add_argument("--steps", type=int, metavar="LAYERS")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--blocks", type=int, nargs="*", default=[4000])
+    args = parser.parse_args()
+    versions = {"jax": jax.__version__, "libtpu": metadata.version("libtpu"), "python": platform.python_version()}
+    results = []
+
+    def report(case: dict, facts: dict):
+        results.append(facts["result"])
+        print(json.dumps({"target": args.target, **case, **facts, **versions}), flush=True)
+
+    if args.kernels:
+        one = Target(args.target)
+        for case in kernel_cases(args.kernels):
+            report(case, compile_kernel(one, case))
+    if args.steps is not None:
+        for name, kind, num_blocks in itertools.product(args.models, ("decode", "prefill"), args.blocks):
+            target = Target(args.target, 4 if name in SHARDED else 1)
+            case = {"model": name, "step": kind, "layers": args.steps or MODELS[name].num_layers, "blocks": num_blocks}
+            report(case, compile_step(target, MODELS[name], kind, args.steps, num_blocks))
+    print(json.dumps({"compiled": results.count("compiled"), "refused": results.count("refused"), "skipped": 0}))
+    return 0 if "refused" not in results else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

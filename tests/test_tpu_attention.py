@@ -1,0 +1,173 @@
+"""The TPU kernel, interpreted, against the oracle: numerics, races, reads out of bounds, what is not initialized.
+
+The interpreter copies when a copy is waited for, so that what is read too early is NaN, and raises for reads out of
+bounds. Races are read back after each call.
+"""
+
+import functools
+import inspect
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import reference
+from pallas_kernels.tpu import paged_attention as kernel
+from pallas_kernels.tpu.layout import pack, unpack
+from ragged import make_batch
+
+pytestmark = pytest.mark.interpret
+
+SCALE = 0.3
+INTERPRETER = pltpu.InterpretParams(
+    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise", dma_execution_mode="on_wait"
+)
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+STATIC = ("scale", "sliding_window", "soft_cap", "is_decode", "tile", "chunk")
+attend = jax.jit(kernel.paged_attention, static_argnames=STATIC)
+
+
+def interpreted(function, *arguments, **options):
+    """What the function gives, and whether the interpreter found a race."""
+    pltpu.reset_tpu_interpret_mode_state()
+    with pltpu.force_tpu_interpret_mode(INTERPRETER):
+        result = jax.block_until_ready(function(*arguments, **options))
+    races = interpret_pallas_call.races
+    assert races is not None, "the interpreter has not looked for races"
+    return result, races.races_found
+
+
+def check(batch, *, dtype="float32", kv_dtype=None, k_scale_k=None, v_scale_k=None, function=attend, **options):
+    """Output and pool are the oracle's, and there is no race."""
+    kv_dtype = np.dtype(jnp.dtype(kv_dtype or dtype))
+    pools = [np.nan_to_num(x) if kv_dtype.kind == "i" else x for x in batch.kv]
+    pools = [reference.stored(x, kv_dtype) for x in pools]
+    new = [jnp.asarray(x, dtype) for x in (batch.q_tnh, batch.k_tkh, batch.v_tkh)]
+    scales = {} if k_scale_k is None else {"k_scale_k": jnp.asarray(k_scale_k), "v_scale_k": jnp.asarray(v_scale_k)}
+    (out_tnh, kv), has_races = interpreted(
+        function, *new, pack(*pools), *batch.arguments(), scale=SCALE, **scales, **options
+    )
+    masks = {name: options[name] for name in ("sliding_window", "soft_cap") if name in options}
+    rounded = [np.asarray(x.astype(jnp.float32)) for x in new]
+    expected_tnh, expected_kv = reference.paged_attention(
+        *rounded, pools, *batch.arguments(), scale=SCALE, k_scale_k=k_scale_k, v_scale_k=v_scale_k, **masks
+    )
+    assert not has_races
+    error = np.abs(np.asarray(out_tnh, np.float32) - expected_tnh).max()
+    assert error <= TOLERANCE[dtype] * np.abs(expected_tnh).max()
+    for actual, expected in zip(unpack(kv, batch.k_tkh.shape[1]), expected_kv, strict=True):
+        np.testing.assert_array_equal(actual.astype(np.float32), expected.astype(np.float32))
+
+
+EDGES = [0, 1, 14, 15, 16, 17, 30, 31, 32, 33, 47, 63, 64, 65, 95, 96, 128]
+"""Lengths around the edges of blocks of 16, tiles of 16 and chunks of 32 tokens."""
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    before=st.lists(st.sampled_from(EDGES), min_size=1, max_size=6),
+    gone=st.sets(st.integers(0, 5), max_size=3),
+    num_shared=st.integers(0, 2),
+    seed=st.integers(0, 99),
+)
+def test_decodes_match_the_oracle(before, gone, num_shared, seed):
+    """With rows between them that are not there, and prefixes of shared blocks."""
+    before = [max(n, 16 * num_shared) for n in before]
+    lengths = [(n, 1) for n in before]
+    batch = make_batch(
+        lengths, block_size=16, head_dim=64, tokens=7, requests=7, num_shared=num_shared, seed=seed, num_heads=4
+    )
+    batch.context_len_b[[i for i in gone if i < len(before) - 1]] = 0
+    check(batch, is_decode=True, chunk=32)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    lengths=st.lists(
+        st.tuples(st.sampled_from(EDGES[:10]), st.sampled_from([1, 1, 2, 3, 15, 16, 17, 31, 33, 50])),
+        min_size=1,
+        max_size=4,
+    ),
+    seed=st.integers(0, 99),
+)
+def test_prompt_chunks_and_decodes_together_match_the_oracle(lengths, seed):
+    check(make_batch(lengths, block_size=16, head_dim=64, tokens=208, requests=5, seed=seed), chunk=32, tile=16)
+
+
+AXES = {
+    "heads": [(8, 4), (4, 1), (3, 3), (9, 3)],
+    "head_dim": [128, 64, 256],
+    "block_size": [64, 16, 128, 32],
+    "dtype": ["float32", "bfloat16"],
+    "kv_dtype": ["int8", None, "float8_e4m3fn"],
+    "mask": [{"sliding_window": 40}, {}, {"soft_cap": 1.5}, {"sliding_window": 21, "soft_cap": 3.0}],
+}
+NUM_CASES = max(map(len, AXES.values()))
+
+
+@pytest.mark.parametrize("number", range(NUM_CASES))
+def test_each_kind_of_heads_block_dtype_and_mask_matches_the_oracle(number):
+    """Each value of each axis once; several tiles and chunks, with the sizes that are chosen by default."""
+    case = {name: values[number % len(values)] for name, values in AXES.items()}
+    (n, k), kv_dtype = case["heads"], case["kv_dtype"]
+    scales = {}
+    if kv_dtype is not None:
+        step = 2.0**-5 if kv_dtype == "int8" else 2.0**-3
+        scales = {"k_scale_k": np.float32(step) * 2.0 ** np.arange(k, dtype=np.float32)}
+        scales["v_scale_k"] = scales["k_scale_k"][::-1] * 2
+    block_size = max(case["block_size"], 32 if kv_dtype else 16)
+    batch = make_batch(
+        [(100, 1), (0, 70), (37, 5), (140, 18)], block_size=block_size, num_heads=n, num_kv_heads=k,
+        head_dim=case["head_dim"], tokens=100, requests=5, seed=number,
+    )  # fmt: skip
+    check(batch, dtype=case["dtype"], kv_dtype=kv_dtype, **scales, **case["mask"])
+
+
+FAULTS = {
+    "the next tile's copies start before the write that they read is done": (
+        ("            writes(wait_copy, w)\n            fetches(start_copy, then_w, then_c, 1 - slot)\n",
+         "            fetches(start_copy, then_w, then_c, 1 - slot)\n            writes(wait_copy, w)\n"),
+    ),
+    "a chunk is used before its copies are done": (
+        ("        fetches(wait_copy, w, c, slot)\n", ""),
+        ("        return 0\n\n    num_chunks", "        fetches(wait_copy, w, c, slot)\n        return 0\n\n    num_chunks"),
+    ),
+}  # fmt: skip
+
+
+def mutated(fault: str):
+    """The kernel with a fault in it."""
+    source = inspect.getsource(kernel)
+    for old, new in FAULTS[fault]:
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    module = types.ModuleType("mutated")
+    exec(compile(source, "mutated", "exec"), module.__dict__)
+    return jax.jit(module.paged_attention, static_argnames=STATIC)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_race_is_found(fault):
+    batch = make_batch([(0, 40), (70, 30)], block_size=16, head_dim=64, tokens=80, requests=2)
+    function = functools.partial(mutated(fault), chunk=32, tile=16)
+    arguments = (batch.q_tnh, batch.k_tkh, batch.v_tkh, pack(*batch.kv), *batch.arguments())
+    try:
+        _, has_races = interpreted(function, *arguments, scale=SCALE)
+    except Exception as error:  # newer interpreters raise at a race
+        has_races = "race" in str(error).lower()
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+    assert has_races
+
+
+def test_blocks_that_are_no_memory_tiles_are_refused():
+    batch = make_batch([(3, 1)], block_size=4, head_dim=64)
+    arguments = (batch.q_tnh, batch.k_tkh, batch.v_tkh, pack(*batch.kv), *batch.arguments())
+    with pytest.raises(ValueError, match="block_size=4: .* a power of two, 8 or more for K and V in float32"):
+        kernel.paged_attention(*arguments, scale=SCALE)
