@@ -266,8 +266,8 @@ def _tpu_block_size(
     given = fitting if engine.block_size == "auto" else engine.block_size
     if given < fitting or given & (given - 1):
         raise ValueError(
-            f"block_size={given}: attention_backend='pallas_tpu' needs a power of two, {_TPU_LEAST_BLOCK_SIZE} or more, "
-            f"and {fitting} or more for the page table of max_num_seqs={engine.max_num_seqs} requests of "
+            f"block_size={given}: attention_backend='pallas_tpu' needs a power of two, {_TPU_LEAST_BLOCK_SIZE} or "
+            f"more, and {fitting} or more for the page table of max_num_seqs={engine.max_num_seqs} requests of "
             f"max_model_len={max_model_len} to fit {_TPU_PAGE_TABLE_BYTES // 1024} KiB of scalar memory"
         )
     return given

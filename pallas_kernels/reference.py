@@ -28,7 +28,8 @@ def paged_attention(
     `kv` holds logical K and V [blocks, block_size, kv_heads, head_dim] and is not changed; a new pair is returned.
     A query sees the positions up to its own, the last `sliding_window` of them where that is given.
     `soft_cap`: scores become soft_cap × tanh(score / soft_cap). `k_scale_k`, `v_scale_k`: stored values times these,
-    per KV head, are K and V; new ones are divided by them and `stored`. Padded queries give 0. Softmax: arXiv:1706.03762.
+    per KV head, are K and V; new ones are divided by them and `stored`. Padded queries give 0.
+    Softmax: arXiv:1706.03762.
     """
     q_tnh, k_tkh, v_tkh = (np.asarray(x, np.float64) for x in (q_tnh, k_tkh, v_tkh))
     k_pool, v_pool = (np.array(x) for x in kv)

@@ -22,6 +22,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib import metadata
 
 os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -148,7 +149,7 @@ def compile_kernel(target: Target, case: dict) -> dict:
 
 def compile_step(target: Target, model: ModelConfig, kind: str, num_layers: int, num_blocks: int) -> dict:
     """The facts of a whole step, "decode" (8 tokens of each request in one call) or "prefill"."""
-    model = model if num_layers == 0 else _with_layers(model, num_layers)
+    model = replace(model, num_layers=num_layers or model.num_layers)
     config = EngineConfig(
         dtype="bfloat16", block_size=16, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_TOKENS, attention_backend="pallas_tpu", num_device_blocks=num_blocks,
@@ -172,12 +173,6 @@ def compile_step(target: Target, model: ModelConfig, kind: str, num_layers: int,
     facts = compiled_facts(target, lambda: compiler.lower(shape), big)
     pool_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in pools) // target.num_devices
     return facts | {"donated_bytes": pool_bytes + compiler.state_bytes, "layer_pool_bytes": pool_bytes // len(pools)}
-
-
-def _with_layers(model: ModelConfig, num_layers: int) -> ModelConfig:
-    from dataclasses import replace
-
-    return replace(model, num_layers=num_layers)
 
 
 def compiled_facts(target: Target, lower: Callable, big_shapes: list[tuple[int, ...]]) -> dict:

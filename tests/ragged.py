@@ -20,7 +20,9 @@ class Batch:
         return (self.query_start_b1, self.context_len_b, self.page_table_bp, np.int32(self.num_requests))
 
 
-def make_batch(lengths, *, block_size, num_heads=6, num_kv_heads=2, head_dim=8, tokens=None, requests=None, num_shared=0, seed=0):
+def make_batch(
+    lengths, *, block_size, num_heads=6, num_kv_heads=2, head_dim=8, tokens=None, requests=None, num_shared=0, seed=0
+):
     """`lengths`: (tokens computed before, new tokens) of each request; padded to `tokens` and `requests`. Blocks are
     scattered over the pool, the first `num_shared` are those of the first request; slots that no token has reached
     hold NaN."""

@@ -52,7 +52,9 @@ def assert_in_place(compile_step):
     for num_blocks in (NUM_BLOCKS, 2 * NUM_BLOCKS, 4 * NUM_BLOCKS):
         compiled = compile_step(num_blocks)
         analysis = compiled.memory_analysis()
-        donated = size_of(pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32", "xla")) + compiler(num_blocks).state_bytes
+        donated = (
+            size_of(pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32", "xla")) + compiler(num_blocks).state_bytes
+        )
         assert analysis.alias_size_in_bytes == donated
         assert analysis.temp_size_in_bytes < layer_pool_bytes(num_blocks)
         assert_nothing_copied(compiled.as_text(), num_blocks)

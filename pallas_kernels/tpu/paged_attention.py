@@ -97,7 +97,7 @@ def paged_attention(
     out_tnh, kv = run(kv, query_len_b=jnp.where(query_len_b == 1, query_len_b, 0), tile=1, most_tiles=b)
     if is_decode:
         return out_tnh, kv
-    tile = tile or _choose_tile(t, b, n, num_kv_heads, kv.dtype)
+    tile = tile or _choose_tile(t, b, n, num_kv_heads, kv)
     most_tiles = t // tile + 2 * min(b, t // 2)
     long_tnh, kv = run(kv, query_len_b=jnp.where(query_len_b > 1, query_len_b, 0), tile=tile, most_tiles=most_tiles)
     return out_tnh + long_tnh, kv
@@ -112,12 +112,13 @@ def _check_block_size(block_size: int, dtype):
         )
 
 
-def _choose_tile(num_tokens: int, num_requests: int, num_heads: int, num_kv_heads: int, dtype) -> int:
+def _choose_tile(num_tokens: int, num_requests: int, num_heads: int, num_kv_heads: int, kv) -> int:
     """Long, so that K and V are read seldom, but no longer than twice what a request has on average: the rest of its
     last tile is padding."""
     rows = min(_MOST_ROWS // num_heads, _MOST_ROWS_OF_A_HEAD * num_kv_heads // num_heads)
-    longest = min(_LONGEST_TILE, rows, 2 * num_tokens // num_requests)
-    return max(rows_per_tile(dtype), _power_of_two(longest))
+    most_tokens = _CHUNK_BYTES // (kv.shape[2] * kv.dtype.itemsize)
+    longest = min(_LONGEST_TILE, rows, most_tokens, 2 * num_tokens // num_requests)
+    return max(rows_per_tile(kv.dtype), _power_of_two(longest))
 
 
 def _power_of_two(n: int) -> int:
@@ -128,7 +129,8 @@ def _power_of_two(n: int) -> int:
 def _as_stored(k_tkh, v_tkh, k_scale_k, v_scale_k, dtype) -> jax.Array:
     """Rows of the packed layout [t, e] in the pool's dtype: in 8 bits the nearest value, the largest for any beyond."""
     k_tkh, v_tkh = (
-        x_tkh.astype(jnp.float32) / scale_k[None, :, None] for x_tkh, scale_k in ((k_tkh, k_scale_k), (v_tkh, v_scale_k))
+        x_tkh.astype(jnp.float32) / scale_k[None, :, None]
+        for x_tkh, scale_k in ((k_tkh, k_scale_k), (v_tkh, v_scale_k))
     )
     new_te = jnp.concatenate([k_tkh, v_tkh], axis=-1).reshape(k_tkh.shape[0], -1)
     if jnp.issubdtype(dtype, jnp.integer):
@@ -191,9 +193,7 @@ def _run(
     """(out_tnh, kv) of the requests with a query length above 0, cut into tiles; 0 for the tokens of others."""
     (t, n, h), k = q_tnh.shape, scale_xk.shape[1]
     g, block_size = n // k, kv.shape[1]
-    tiles = _tiles(
-        query_start_b1, query_len_b, context_len_b, tile=tile, most_tiles=most_tiles, num_tokens=t
-    )
+    tiles = _tiles(query_start_b1, query_len_b, context_len_b, tile=tile, most_tiles=most_tiles, num_tokens=t)
     # A head whose K does not end at a multiple of 128 lanes is read with its V, the query's part of which is 0.
     width = h if h % _LANES == 0 else 2 * h
     num_rows = -(-g * tile // 8) * 8

@@ -1,0 +1,73 @@
+"""Compiled for TPUs by libtpu, without one: kernels and whole steps, updated in place, with nothing big copied.
+
+By default one target and few programs; with `--every-mode` all targets, pairs of axis values and all models. Chosen by
+`-m tpu_compile`, a missing libtpu is a failure; else these tests are skipped then.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.tpu_compile
+
+ROOT = Path(__file__).parent.parent
+QUICK, ALL = ["v5e:2x2"], ["v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1"]
+NUM_BLOCKS = (16000, 32000)
+
+
+def pytest_generate_tests(metafunc):
+    if "target" in metafunc.fixturenames:
+        metafunc.parametrize("target", ALL if metafunc.config.getoption("every_mode") else QUICK)
+
+
+@pytest.fixture(autouse=True)
+def libtpu(request):
+    if importlib.util.find_spec("libtpu") is None:
+        reason = "libtpu is not installed (pip install .[tpu], Python 3.12 or newer)"
+        (pytest.fail if "tpu_compile" in request.config.option.markexpr else pytest.skip)(reason)
+
+
+def compiled(target: str, *arguments: str) -> list[dict]:
+    """The lines of scripts/compile_for_tpu.py, in a process of its own: a compiler's failed check ends the process.
+
+    All programs are compiled, and none is skipped.
+    """
+    command = [sys.executable, str(ROOT / "scripts/compile_for_tpu.py"), target, *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = str(ROOT)
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    lines = [json.loads(line) for line in process.stdout.splitlines()]
+    assert lines, process.stderr[-2000:]
+    *cases, counts = lines
+    print(target, *arguments, counts)
+    assert [case for case in cases if case["result"] != "compiled"] == []
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert counts == {"compiled": len(cases), "refused": 0, "skipped": 0} and cases
+    return cases
+
+
+def test_the_kernel_compiles_for_all_kinds_of_heads_blocks_dtypes_and_masks_in_place(target, request):
+    which = "pairs" if request.config.getoption("every_mode") else "once"
+    for case in compiled(target, "--kernels", which):
+        assert case["alias_bytes"] == case["donated_bytes"], case
+        assert case["copies"] == [] and case["kernels"] == (1 if case["shape"].startswith("decode") else 2), case
+
+
+def test_whole_steps_update_the_pool_in_place_and_copy_neither_it_nor_weights(target, request):
+    """Row state is padded on a TPU, so alias bytes are compared between two sizes of the pool: they grow by the pool,
+    temporaries do not."""
+    models = [] if request.config.getoption("every_mode") else ["--models", "TinyLlama-1.1B"]
+    cases = compiled(target, "--steps", "2", "--blocks", *map(str, NUM_BLOCKS), *models)
+    for small, large in zip(cases[::2], cases[1::2], strict=True):
+        assert small["step"] == large["step"] and (small["blocks"], large["blocks"]) == NUM_BLOCKS
+        assert large["alias_bytes"] - small["alias_bytes"] == large["donated_bytes"] - small["donated_bytes"] > 0
+        for case in (small, large):
+            assert 0 <= case["alias_bytes"] - case["donated_bytes"] < 2**16, case
+            assert case["temp_bytes"] < case["layer_pool_bytes"] and case["copies"] == [], case
+            assert case["kernels"] == 2 * (1 if case["step"] == "decode" else 2)
+        assert small["temp_bytes"] == large["temp_bytes"]
