@@ -4,8 +4,8 @@
 
 Needs libtpu, which compiles for v5e:2x2, v6e:2x2, v5p:2x2x1, tpu7x:2x2x1 and others. Nothing is run.
 `--kernels`: the attention kernel alone; `once`: each value of each axis at least once, `pairs`: each pair of values of
-two axes. `--steps LAYERS`: whole decode and prefill steps of the models at their full widths with so many layers (0: all
-of them); `--models` names some. `--blocks` is the size of their pools.
+two axes. `--steps LAYERS`: whole decode and prefill steps of the models at their full widths with so many layers (0:
+all of them); `--models` names some. `--blocks` is the size of their pools.
 
 A program is compiled, or refused with the first lines of the compiler's error. `alias_bytes`: what is updated in place;
 `donated_bytes`: what was to be; `temp_bytes`: temporaries; `copies`: instructions of the optimized program that copy,
@@ -108,7 +108,7 @@ def covering(axes: dict[str, list], strength: int) -> list[dict]:
         case: dict[str, int] = dict(min(left))
         for name in names:  # the value that takes most of what is left along
             if name not in case:
-                case[name] = max(range(len(axes[name])), key=lambda v: _num_covered(left, {**case, name: v}))  # noqa: B023
+                case[name] = max(range(len(axes[name])), key=lambda v: _num_covered(left, {**case, name: v}))
         left = {combination for combination in left if not all(case[name] == value for name, value in combination)}
         cases.append({name: axes[name][case[name]] for name in names})
     return cases

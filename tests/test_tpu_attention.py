@@ -136,7 +136,8 @@ FAULTS = {
     ),
     "a chunk is used before its copies are done": (
         ("        fetches(wait_copy, w, c, slot)\n", ""),
-        ("        return 0\n\n    num_chunks", "        fetches(wait_copy, w, c, slot)\n        return 0\n\n    num_chunks"),
+        ("        return 0\n\n    num_chunks",
+         "        fetches(wait_copy, w, c, slot)\n        return 0\n\n    num_chunks"),
     ),
 }  # fmt: skip
 
@@ -169,5 +170,5 @@ def test_a_planted_race_is_found(fault):
 def test_blocks_that_are_no_memory_tiles_are_refused():
     batch = make_batch([(3, 1)], block_size=4, head_dim=64)
     arguments = (batch.q_tnh, batch.k_tkh, batch.v_tkh, pack(*batch.kv), *batch.arguments())
-    with pytest.raises(ValueError, match="block_size=4: .* a power of two, 8 or more for K and V in float32"):
+    with pytest.raises(ValueError, match=r"block_size=4: .* a power of two, 8 or more for K and V in float32"):
         kernel.paged_attention(*arguments, scale=SCALE)

@@ -10,7 +10,7 @@ in the tile of new tokens alike.
 
 For each tile, one step of the grid (which is as long as there are tiles at hand), chunk after chunk from the newest to
 the oldest:
-  1. the copies of the next chunk's blocks start, be it this tile's or the next tile's; then this chunk's are waited for;
+  1. the copies of the next chunk's blocks start, be it this tile's or the next one's; then this chunk's are waited for;
   2. in the first chunk the new tokens are laid over the old ones, and the window, so completed, is copied into its
      blocks while the tile goes on. Whole memory tiles are written (8 tokens of float32, 16 of 16 bits), because rows
      are packed in their words: what stood beside the new tokens is written back as it was;
@@ -128,10 +128,8 @@ def _power_of_two(n: int) -> int:
 
 def _as_stored(k_tkh, v_tkh, k_scale_k, v_scale_k, dtype) -> jax.Array:
     """Rows of the packed layout [t, e] in the pool's dtype: in 8 bits the nearest value, the largest for any beyond."""
-    k_tkh, v_tkh = (
-        x_tkh.astype(jnp.float32) / scale_k[None, :, None]
-        for x_tkh, scale_k in ((k_tkh, k_scale_k), (v_tkh, v_scale_k))
-    )
+    k_tkh = k_tkh.astype(jnp.float32) / k_scale_k[None, :, None]
+    v_tkh = v_tkh.astype(jnp.float32) / v_scale_k[None, :, None]
     new_te = jnp.concatenate([k_tkh, v_tkh], axis=-1).reshape(k_tkh.shape[0], -1)
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.clip(jnp.round(new_te), -127, 127).astype(dtype)
@@ -217,7 +215,7 @@ def _run(
 
 def _call(tiles: _Tiles, page_table_bp, scale_xk, q_wkrh, new_wje, kv, *, window: int, chunk: int, **static):
     """The kernel over the tiles at hand: attention of each tile's rows [w, k, r, h], and the pool."""
-    most_tiles, k, num_rows, width = q_wkrh.shape
+    _, k, num_rows, width = q_wkrh.shape
     tile, e = new_wje.shape[1:]
     row_spec = pl.BlockSpec((1, k, num_rows, width), lambda w, *_: (w, 0, 0, 0))
     scalars = (tiles.request_w, tiles.start_w, tiles.stop_w, page_table_bp.reshape(-1))
