@@ -29,6 +29,7 @@ CPU = DeviceFacts(
     jax_version="0.0",
     has_native_bf16=False,
 )
+TPU = replace(CPU, platform="tpu", kind="TPU v5e", has_native_bf16=True)
 AMPERE = replace(CPU, platform="gpu", has_native_bf16=True)
 TURING = replace(CPU, platform="gpu", has_native_bf16=False)
 
@@ -61,7 +62,7 @@ TURING = replace(CPU, platform="gpu", has_native_bf16=False)
         ("swap_space", float("nan"), "GiB, 0 or more"),
         ("swap_space", None, "must be a number"),
         ("enable_prefix_caching", 1, "True or False"),
-        ("attention_backend", "flash", "'auto', 'xla'"),
+        ("attention_backend", "flash", "'auto', 'xla', 'pallas_tpu'"),
         ("load_format", "pt", "'safetensors', 'gguf', 'orbax', 'dummy'"),
         ("quantization", "int4", "None, 'int8'"),
         ("max_logprobs", -2, "must be -1 or more"),
@@ -76,7 +77,6 @@ def test_a_wrong_setting_is_refused_by_name_with_its_value_and_what_is_legal(nam
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("attention_backend", "pallas_tpu"),
         ("attention_backend", "pallas_gpu"),
         ("attention_backend", "mosaic_gpu"),
         ("kv_cache_dtype", "fp8"),
@@ -131,9 +131,11 @@ def test_resolve_keeps_what_was_given():
         (AMPERE, "float32", "bfloat16"),
         (TURING, "bfloat16", "float16"),
         (TURING, "float32", "float16"),
+        (TPU, "float16", "bfloat16"),
+        (TPU, "float32", "bfloat16"),
     ],
 )
-def test_auto_dtype_is_the_faster_one_on_a_cpu_and_else_16_bit_as_checkpoint_and_device_have_it(
+def test_auto_dtype_is_the_faster_one_on_a_cpu_bfloat16_on_a_tpu_else_16_bit_as_checkpoint_and_device_have_it(
     device, checkpoint, dtype
 ):
     assert resolve(EngineConfig(), replace(MODEL, dtype=checkpoint), device).dtype == dtype
@@ -171,3 +173,54 @@ def test_parameters_are_counted_with_norms_and_biases_and_tied_embeddings_once()
     # biases: q 8, k and v 4 each, o 8; gate and up 12 each, down 8
     assert replace(MODEL, attention_bias=True).num_parameters == MODEL.num_parameters + 2 * 24
     assert replace(MODEL, mlp_bias=True).num_parameters == MODEL.num_parameters + 2 * 32
+
+
+FOR_TPU = replace(MODEL, num_kv_heads=2, head_dim=64, max_position_embeddings=131072)
+
+
+def on_tpu(model=FOR_TPU, **settings):
+    return resolve(EngineConfig(**settings), model, TPU)
+
+
+def test_auto_takes_the_tpu_kernel_on_a_tpu_where_the_model_fills_its_lanes():
+    assert on_tpu().attention_backend == "pallas_tpu"
+    assert on_tpu(replace(FOR_TPU, head_dim=48)).attention_backend == "xla"
+    assert on_tpu(attention_backend="xla").attention_backend == "xla"
+    assert resolve(EngineConfig(), FOR_TPU, AMPERE).attention_backend == "xla"
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        ({"max_model_len": 8192}, 16),  # 256 requests × 512 blocks × 4 bytes = 512 KiB
+        ({"max_model_len": 8193}, 32),
+        ({"max_model_len": 32768}, 64),
+        ({}, 256),
+        ({"max_num_seqs": 64}, 64),
+        ({"max_num_seqs": 1}, 16),
+        ({"max_model_len": 8192, "block_size": 128}, 128),
+        ({"attention_backend": "xla"}, 16),
+    ],
+)
+def test_a_block_on_a_tpu_is_as_small_as_the_page_table_in_512_kib_of_scalar_memory_lets_it_be(settings, size):
+    assert on_tpu(**settings).block_size == size
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "message"),
+    [
+        ({"block_size": 16}, FOR_TPU, "block_size=16.* 256 or more for the page table of max_num_seqs=256 requests"),
+        ({"block_size": 8, "max_num_seqs": 1}, FOR_TPU, "block_size=8.* a power of two, 16 or more"),
+        ({"block_size": 48, "max_num_seqs": 1}, FOR_TPU, "block_size=48.* a power of two"),
+        ({"dtype": "float16"}, FOR_TPU, "knows no float16"),
+        ({}, replace(FOR_TPU, head_dim=48), "a multiple of 64, but the model has 2 × 48"),
+    ],
+)
+def test_what_the_tpu_kernel_cannot_do_is_refused_before_anything_is_loaded(settings, model, message):
+    with pytest.raises(ValueError, match=message):
+        on_tpu(model, attention_backend="pallas_tpu", **settings)
+
+
+def test_the_tpu_kernel_is_refused_elsewhere():
+    with pytest.raises(ValueError, match=r"needs a TPU, but this is a CPU \(cpu\); use 'auto'"):
+        resolve(EngineConfig(attention_backend="pallas_tpu"), FOR_TPU, CPU)

@@ -70,8 +70,9 @@ def test_11663015936_bytes_hold_32357_blocks_of_tinyllama():
 def test_the_shape_of_a_block_has_as_many_elements_as_its_bytes_say():
     assert kv_block_shape("head_major", 16, 4, 64) == (4, 16, 64)
     assert block_bytes(TINYLLAMA, 16, "bfloat16") == 2 * 4 * 16 * 64 * 2 * 22
-    with pytest.raises(ValueError, match="'packed' is not known"):
-        kv_block_shape("packed", 16, 4, 64)
+    assert kv_block_shape("packed", 16, 4, 64) == (16, 2 * 4 * 64)
+    with pytest.raises(ValueError, match="'stacked' is not known"):
+        kv_block_shape("stacked", 16, 4, 64)
 
 
 @pytest.mark.parametrize(("tokens", "size", "blocks"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2), (3, 1, 3)])

@@ -4,6 +4,7 @@ The interpreter copies when a copy is waited for, so that what is read too early
 bounds. Races are read back after each call.
 """
 
+import dataclasses
 import functools
 import inspect
 import types
@@ -17,6 +18,9 @@ from hypothesis import strategies as st
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
+import same_tokens
+import tiny
+from jaxpaged import Engine, SamplingParams, engine, runner
 from pallas_kernels import reference
 from pallas_kernels.tpu import paged_attention as kernel
 from pallas_kernels.tpu.layout import pack, unpack
@@ -172,3 +176,33 @@ def test_blocks_that_are_no_memory_tiles_are_refused():
     arguments = (batch.q_tnh, batch.k_tkh, batch.v_tkh, pack(*batch.kv), *batch.arguments())
     with pytest.raises(ValueError, match=r"block_size=4: .* a power of two, 8 or more for K and V in float32"):
         kernel.paged_attention(*arguments, scale=SCALE)
+
+
+@pytest.fixture
+def model_that_fills_lanes(tmp_path, monkeypatch):
+    """The small model with 4 KV heads of 16."""
+    monkeypatch.setattr(tiny, "CONFIG", dataclasses.replace(tiny.CONFIG, num_kv_heads=4))
+    monkeypatch.setitem(tiny.HF_CONFIG, "num_key_value_heads", 4)
+    monkeypatch.setattr(tiny, "tensors", tiny.tensors.__wrapped__)
+    return str(tiny.write_model(tmp_path / "model"))
+
+
+def test_the_engine_on_the_interpreted_kernel_yields_the_same_tokens(model_that_fills_lanes, monkeypatch):
+    """With a prefix found again, a request preempted, and several decode steps in a call."""
+    prompts = [p[:n] for p, n in zip(tiny.prompts(3, least=40, most=40, seed=4), (20, 12, 5), strict=True)]
+    prompts.append(prompts[0] + prompts[1])
+    params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=2)
+    settings = {"max_num_seqs": 2, "num_device_blocks": 4, "block_size": 16, "max_model_len": 64, "dtype": "float32"}
+    settings |= {"max_num_batched_tokens": 16, "num_decode_steps": 2}
+
+    def run():
+        return same_tokens.run(prompts, params, engine=Engine(model_that_fills_lanes, **settings), **settings)
+
+    expected = run()
+    facts = dataclasses.replace(runner.device_facts(), platform="tpu")
+    monkeypatch.setattr(engine, "device_facts", lambda: facts)
+    settings["warmup"] = "lazy"
+    actual, has_races = interpreted(run)
+    assert not has_races
+    assert actual.stats["num_preemptions"] > 0 and actual.stats["num_prefix_hit_tokens"] > 0
+    same_tokens.assert_same(actual.outputs, expected.outputs)
