@@ -21,7 +21,7 @@ requests never wait for each other's writes, for a block that is written has one
 A head of 128 lanes or more has its K and V in lanes of their own. One of 64 has both in 128 lanes: its query is padded
 with zeros there, and the other half of the product is dropped, so that nothing is moved between lanes.
 
-What a TPU should show. Rows (one token's K and V) moved for a decode with a context of c tokens: c rounded up to blocks,
+What a TPU should show. Rows (one token's K and V) moved for a decode with a context of c tokens: c in whole blocks,
 the memory tile written, and the queries and outputs, which are padded to 8 for each KV head. Needed are c, and one
 written. Needed ÷ moved is the most of the bandwidth that can do useful work:
 
@@ -30,8 +30,8 @@ written. Needed ÷ moved is the most of the bandwidth that can do useful work:
   TinyLlama-1.1B (32 and 4 heads of 64, bf16; 1 KiB a row)   c = 100: 70 %   1000: 96 %   8000: 99.6 %   block_size 16
 
 A copy is a block: 64 KiB for the 8B at block_size 16, 16 KiB for TinyLlama, where larger blocks cost fewer copies. Two
-chunks of up to 2 MiB are in flight. A tile of T queries does T × query heads ÷ KV heads operations for each byte of K and
-V in 16 bits (T × 4 for the 8B; T is at most 128): above about 240 a v5e is bound by its MXUs, above 560 a v6e.
+chunks of up to 2 MiB are in flight. A tile of T queries does T × query heads ÷ KV heads operations for each byte of
+K and V in 16 bits (T × 4 for the 8B; T is at most 128): above about 240 a v5e is bound by its MXUs, above 560 a v6e.
 All of this is arithmetic, nothing is measured. On chips whose two cores look like one (v4, v5p) the kernel uses one.
 
 Letters beside those of the engine: w tiles, j positions of a tile, r query rows of a tile (for each query head of a
