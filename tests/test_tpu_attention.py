@@ -206,3 +206,22 @@ def test_the_engine_on_the_interpreted_kernel_yields_the_same_tokens(model_that_
     assert not has_races
     assert actual.stats["num_preemptions"] > 0 and actual.stats["num_prefix_hit_tokens"] > 0
     same_tokens.assert_same(actual.outputs, expected.outputs)
+
+
+def test_a_shard_of_the_heads_and_lanes_gives_that_part_of_the_whole():
+    """What each device of a mesh computes (`attention.py`), one after the other."""
+    batch = make_batch([(20, 1), (0, 40), (33, 5)], block_size=16, num_heads=4, num_kv_heads=2, head_dim=64, tokens=48)
+    kv = pack(*batch.kv)
+    expected_tnh, pools = reference.paged_attention(
+        batch.q_tnh, batch.k_tkh, batch.v_tkh, batch.kv, *batch.arguments(), scale=SCALE
+    )
+    for part in range(2):
+        q_tnh, k_tkh, v_tkh, kv_part = (
+            np.split(np.asarray(x), 2, axis)[part]
+            for x, axis in ((batch.q_tnh, 1), (batch.k_tkh, 1), (batch.v_tkh, 1), (kv, 2))
+        )
+        (out_tnh, kv_part), _ = interpreted(attend, q_tnh, k_tkh, v_tkh, kv_part, *batch.arguments(), scale=SCALE)
+        expected = np.split(expected_tnh, 2, 1)[part]
+        assert np.abs(np.asarray(out_tnh) - expected).max() <= 2e-5 * np.abs(expected).max()
+        for actual, pool in zip(unpack(kv_part, 1), pools, strict=True):
+            np.testing.assert_array_equal(actual, np.split(pool, 2, 2)[part])
