@@ -71,3 +71,13 @@ def test_whole_steps_update_the_pool_in_place_and_copy_neither_it_nor_weights(ta
             assert case["temp_bytes"] < case["layer_pool_bytes"] and case["copies"] == [], case
             assert case["kernels"] == 2 * (1 if case["step"] == "decode" else 2)
         assert small["temp_bytes"] == large["temp_bytes"]
+
+
+def test_a_copy_outside_of_fusions_is_noticed(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from compile_for_tpu import copies_in
+
+    copy = "  %copy.1 = bf16[64,16]{0,1:T(8,128)(2,1)} copy(%p)"
+    assert copies_in(f"ENTRY %main {{\n{copy}\n}}", [(16, 64)]) == [copy.strip()]
+    assert copies_in(f"ENTRY %main {{\n{copy}\n}}", [(16, 65)]) == []
+    assert copies_in(f"%fused_computation.1 (p: bf16[64,16]) -> bf16[64,16] {{\n{copy}\n}}", [(16, 64)]) == []
