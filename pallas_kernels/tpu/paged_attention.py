@@ -215,8 +215,8 @@ def _run(
 
     window = max(tile, rows_per_tile(kv.dtype))
     token_bytes = kv.shape[2] * kv.dtype.itemsize
-    chunk = chunk or min(_LONGEST_CHUNK, _power_of_two(_CHUNK_BYTES // token_bytes))
-    chunk = max(chunk, block_size, window, _LANES if chunk is None else 0)
+    fitting = max(_LANES, min(_LONGEST_CHUNK, _power_of_two(_CHUNK_BYTES // token_bytes)))
+    chunk = max(chunk or fitting, block_size, window)
     out_wkrh, kv = _call(
         tiles, page_table_bp, scale_xk, q_wkrh, new_wje, kv,
         head_dim=h, chunk=chunk, window=window, sliding_window=sliding_window, soft_cap=soft_cap,
