@@ -1,4 +1,4 @@
-"""Who owns which block of KV memory.
+"""Who owns which block of KV memory, on the device and on the host.
 
 Every block is in exactly one state:
   referenced  at least one request holds it; `ref_counts[block]` says how many;
@@ -6,11 +6,14 @@ Every block is in exactly one state:
   free        nobody holds it and its content means nothing.
 Free and cached blocks wait in one queue. Blocks are taken from its head; free blocks enter at the head, cached ones
 at the tail, so that content that could still be hit is overwritten last, in the order in which it was given up.
+
+Preempted requests may keep their blocks in host memory, in a second pool: see `SwapSpace`.
 """
 
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,11 +29,15 @@ def block_digest(parent: bytes, token_ids: Sequence[int], context: bytes) -> byt
 
 
 class BlockPool:
-    """The blocks 0 … num_blocks − 1. All operations cost O(blocks concerned)."""
+    """The blocks 0 … num_blocks − 1. All operations cost O(blocks concerned).
+
+    `generations[block]` counts how often the block was allocated: what it holds stays until that changes.
+    """
 
     def __init__(self, num_blocks: int):
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
+        self.generations = [0] * num_blocks
         self._queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._digest_to_block: dict[bytes, int] = {}
         self._block_to_digest: dict[int, bytes] = {}
@@ -62,6 +69,7 @@ class BlockPool:
         for block_id in block_ids:
             self._forget(block_id)
             self.ref_counts[block_id] = 1
+            self.generations[block_id] += 1
         return block_ids
 
     def share(self, block_ids: Iterable[int]):
@@ -154,3 +162,101 @@ class BlockPool:
         if digest is not None:
             del self._digest_to_block[digest]
             self._num_cached -= 1
+
+
+class _Twins(NamedTuple):
+    """A device block and a host block with the same content, while neither is allocated again."""
+
+    device_block: int
+    device_generation: int
+    host_block: int
+    host_generation: int
+
+
+class SwapSpace:
+    """The host's blocks, and which of them hold the same as which of the device's.
+
+    Blocks keep their content until they are allocated again, on both sides. So a block that requests share goes to
+    the host once; one that comes back and leaves again without a change needs no second copy; and one that nobody has
+    overwritten on the device in the meantime need not come back.
+    """
+
+    def __init__(self, device: BlockPool, num_blocks: int):
+        self.device = device
+        self.host = BlockPool(num_blocks)
+        self._on_host: dict[int, _Twins] = {}
+        self._on_device: dict[int, _Twins] = {}
+
+    def num_to_copy(self, block_ids: Iterable[int]) -> int:
+        """How many of the device's blocks the host does not hold yet."""
+        return sum(self._host_twin(block_id) is None for block_id in block_ids)
+
+    def swap_out(self, block_ids: Sequence[int], num_full: int) -> tuple[list[int], list[tuple[int, int]]] | None:
+        """(host blocks that are to hold them, with a reference each; copies to be made (device, host)) of a request's
+        blocks. None, and nothing done, where the host has no room.
+
+        The first `num_full` are full, never written again: only those can serve for a later `swap_out`.
+        """
+        twins = [self._host_twin(block_id) for block_id in block_ids]
+        held = [block_id for block_id in twins if block_id is not None]
+        num_new = len(twins) - len(held)
+        if num_new > self.host.num_available - self.host.num_unheld(held):
+            return None
+        self.host.share(held)
+        new = iter(self.host.allocate(num_new))
+        host_block_ids = [next(new) if twin is None else twin for twin in twins]
+        copies = []
+        for i, (block_id, host_block_id) in enumerate(zip(block_ids, host_block_ids, strict=True)):
+            if twins[i] is None:
+                copies.append((block_id, host_block_id))
+                self._pair(block_id, host_block_id, is_full=i < num_full)
+        return host_block_ids, copies
+
+    def swap_in(
+        self, host_block_ids: Sequence[int], num_full: int, num_blocks: int
+    ) -> tuple[list[int], list[tuple[int, int]]] | None:
+        """(device blocks that are to hold them, with a reference each; copies to be made (host, device)) of a request's
+        host blocks, which keep their references. `num_full`: see `swap_out`.
+
+        None, and nothing done, where the device has no room for `num_blocks` blocks in all.
+        """
+        twins = [self._device_twin(block_id) for block_id in host_block_ids]
+        held = [block_id for block_id in twins if block_id is not None]
+        num_new = num_blocks - len(held)
+        if num_new > self.device.num_available - self.device.num_unheld(held):
+            return None
+        self.device.share(held)
+        new = iter(self.device.allocate(len(twins) - len(held)))
+        block_ids = [next(new) if twin is None else twin for twin in twins]
+        copies = []
+        for i, (host_block_id, block_id) in enumerate(zip(host_block_ids, block_ids, strict=True)):
+            if twins[i] is None:
+                copies.append((host_block_id, block_id))
+                self._pair(block_id, host_block_id, is_full=i < num_full)
+        return block_ids, copies
+
+    def forget_twins(self):
+        """After the device has lost its blocks, or copies to the host did not happen."""
+        self._on_host.clear()
+        self._on_device.clear()
+
+    def _pair(self, block_id: int, host_block_id: int, *, is_full: bool):
+        generations = self.device.generations[block_id], self.host.generations[host_block_id]
+        twins = _Twins(block_id, generations[0], host_block_id, generations[1])
+        self._on_device[host_block_id] = twins
+        if is_full:
+            self._on_host[block_id] = twins
+
+    def _host_twin(self, block_id: int) -> int | None:
+        twins = self._on_host.get(block_id)
+        return twins.host_block if twins is not None and self._are_alike(twins) else None
+
+    def _device_twin(self, host_block_id: int) -> int | None:
+        twins = self._on_device.get(host_block_id)
+        return twins.device_block if twins is not None and self._are_alike(twins) else None
+
+    def _are_alike(self, twins: _Twins) -> bool:
+        return (
+            self.device.generations[twins.device_block] == twins.device_generation
+            and self.host.generations[twins.host_block] == twins.host_generation
+        )

@@ -125,7 +125,10 @@ class EngineConfig:
     num_device_blocks: int | None = None
     """Size of the KV pool in blocks, instead of what is measured to be free."""
     swap_space: float = 4
-    """Host memory for swapped-out blocks, in GiB."""
+    """Host memory for the blocks of preempted requests, in GiB."""
+    preemption_mode: str = "auto"
+    """What becomes of a preempted request's K and V. swap: they go to the host and come back, where swap_space has
+    room; recompute: they are dropped and computed again; auto: what costs less time."""
     enable_prefix_caching: bool = True
     """Reuse K and V of prompts that begin alike."""
     attention_backend: str = "auto"
@@ -173,6 +176,8 @@ class EngineConfig:
                 "a fraction of the device's memory"
             )
         _check_number("swap_space", self.swap_space)
+        if self.preemption_mode == "swap" and self.swap_space == 0:
+            raise ValueError("preemption_mode='swap' needs host memory: raise swap_space, in GiB, above 0")
         if not 0 <= self.swap_space < float("inf"):
             raise ValueError(f"swap_space={self.swap_space} must be a number of GiB, 0 or more")
         if self.kv_cache_memory_bytes is not None and self.num_device_blocks is not None:
@@ -184,6 +189,7 @@ class EngineConfig:
     def _check_choices(self):
         _check_choice("dtype", self.dtype, ("auto", *DTYPES))
         _check_choice("load_format", self.load_format, ("auto", "safetensors", "gguf", "orbax", "dummy"))
+        _check_choice("preemption_mode", self.preemption_mode, ("auto", "swap", "recompute"))
         _check_choice("warmup", self.warmup, ("auto", "lazy", "full", "strict"))
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be True or False")

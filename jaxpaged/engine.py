@@ -21,7 +21,7 @@ from tqdm import tqdm
 from jaxpaged import batch, memory
 from jaxpaged.checkpoints import ModelSource, load_weights, open_model
 from jaxpaged.config import EngineConfig, ModelConfig, resolve
-from jaxpaged.memory import MemoryReport
+from jaxpaged.memory import MemoryReport, PreemptionCosts
 from jaxpaged.models.weights import param_specs, weight_bytes
 from jaxpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxpaged.request import Request
@@ -123,8 +123,10 @@ class Engine:
         self.config = self._size_pool(given, config, facts, weights)
         self._facts = facts
         self._buckets = batch.make_buckets(self.config)
-        self._runner: Runner | None = Runner(self.config, source.config, weights, self._buckets)
-        self._scheduler = Scheduler(self.config, digest_context=repr((_WEIGHTS_VERSION, None, None)).encode())
+        num_host_blocks = memory.decide_num_host_blocks(self.config, source.config)
+        self._runner: Runner | None = Runner(self.config, source.config, weights, self._buckets, num_host_blocks)
+        digest_context = repr((_WEIGHTS_VERSION, None, None)).encode()
+        self._scheduler = Scheduler(self.config, digest_context, num_host_blocks)
 
         self._groups: dict[str, _Group] = {}
         self._ids = itertools.count()
@@ -138,6 +140,8 @@ class Engine:
         )  # fmt: skip
         self._built: _Built | None = None
         self._in_flight: deque[_Launched] = deque()
+        self._seconds_per_token: deque[float] = deque(maxlen=16)
+        """Of the latest steps that were mostly prompt."""
         self._num_draws = 1 if self.config.num_decode_steps == "auto" else self.config.num_decode_steps
         self._last_digest_time = 0.0
         self._last_step: dict[str, Any] = {}
@@ -267,6 +271,9 @@ class Engine:
         return {
             **self._totals,
             "num_preemptions": scheduler.num_preemptions,
+            "num_blocks_swapped_out": scheduler.num_swapped_out,
+            "num_blocks_swapped_in": scheduler.num_swapped_in,
+            "host_blocks_used": scheduler.swap_space.host.num_used,
             "num_waiting": len(scheduler.waiting),
             "num_running": len(scheduler.running),
             "num_blocks": pool.num_blocks,
@@ -303,7 +310,7 @@ class Engine:
             block_size=config.block_size,
             bytes_per_block=per_block,
             num_device_blocks=config.num_device_blocks,
-            num_host_blocks=memory.num_host_blocks(config.swap_space, per_block),
+            num_host_blocks=self._scheduler.swap_space.host.num_blocks,
             swap_space=config.swap_space,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
@@ -616,8 +623,19 @@ class Engine:
             }
         )
         self._last_digest_time = end
+        self._learn_costs(self._last_step)
         if self.config.num_decode_steps == "auto":
             self._pace(self._last_step)
+
+    def _learn_costs(self, step: dict[str, Any]):
+        """Tells the scheduler what a token costs that is computed again, and a block that is swapped."""
+        num_tokens = step["num_prefill_tokens"] + step["num_decode_tokens"]
+        if 2 * step["num_prefill_tokens"] > num_tokens:
+            self._seconds_per_token.append(step["duration_s"] / num_tokens)
+        seconds_per_swap = self._live_runner.seconds_per_swap
+        if self._seconds_per_token and seconds_per_swap is not None:
+            # The least: a step may have waited for a compilation, and a short one costs more a token.
+            self._scheduler.costs = PreemptionCosts(min(self._seconds_per_token), seconds_per_swap)
 
     def _pace(self, step: dict[str, Any]):
         """More decode steps a call where the device waits for the host, fewer where the host has time to spare."""

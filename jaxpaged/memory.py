@@ -45,6 +45,24 @@ def num_host_blocks(swap_space: float, bytes_per_block: int) -> int:
     return int(swap_space * GIB) // bytes_per_block
 
 
+def decide_num_host_blocks(engine: EngineConfig, model: ModelConfig) -> int:
+    """Number of blocks of the host pool, from a resolved config: what swap_space holds, but no more than all requests
+    that can be under way have at their full length. None where preempted requests are always recomputed."""
+    assert isinstance(engine.block_size, int) and engine.max_model_len is not None
+    if engine.preemption_mode == "recompute":
+        return 0
+    most = engine.max_num_seqs * blocks_for(engine.max_model_len, engine.block_size)
+    return min(num_host_blocks(engine.swap_space, block_bytes(model, engine.block_size, engine.dtype)), most)
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionCosts:
+    """Measured seconds: to compute a token as part of a prompt; to move a block to the host and back."""
+
+    per_token: float
+    per_block: float
+
+
 def decide_num_device_blocks(
     engine: EngineConfig, model: ModelConfig, device: DeviceFacts, *, weights: int, temporaries: int, state: int
 ) -> int:

@@ -32,6 +32,7 @@ class Request:
     `arrival` orders requests: a smaller number came first. `max_tokens` is already cut to the room that
     max_model_len leaves. `block_ids[i]` holds the K and V of tokens [i × block_size, (i + 1) × block_size);
     `digests[i]` names the content of full block i and is extended as blocks fill.
+    `host_block_ids` are what `block_ids` were, in host memory, of a preempted request that is swapped out.
     `siblings` are the children of the same prompt that wait to be forked from this one.
     """
 
@@ -51,6 +52,7 @@ class Request:
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
+    host_block_ids: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     num_indexed_blocks: int = 0
     row: int | None = None

@@ -21,7 +21,15 @@ from tqdm import tqdm
 from jaxpaged import steps
 from jaxpaged.batch import Buckets
 from jaxpaged.config import DeviceFacts, EngineConfig, ModelConfig
-from jaxpaged.kv_cache import copy_blocks, make_pool, pool_specs
+from jaxpaged.kv_cache import (
+    HostBlocks,
+    copy_blocks,
+    gather_blocks,
+    make_pool,
+    pool_specs,
+    scatter_blocks,
+    swap_spec,
+)
 from jaxpaged.models.weights import Weights
 from jaxpaged.step_data import (
     MAX_STOP_IDS,
@@ -31,6 +39,8 @@ from jaxpaged.step_data import (
     StepInputs,
     StepLogprobs,
     StepOutput,
+    SwapIn,
+    SwapOut,
 )
 
 logger = logging.getLogger("jaxpaged")
@@ -107,7 +117,7 @@ class StepShape:
 class UpdateShape:
     """What an update of the device's state before a step is compiled for: its kind and padded size."""
 
-    kind: type[RowUpdates] | type[BlockUpdates] | type[BlockCopies]
+    kind: type[RowUpdates] | type[BlockUpdates] | type[BlockCopies] | type[SwapOut] | type[SwapIn]
     size: int
 
     def __str__(self) -> str:
@@ -209,6 +219,10 @@ class StepCompiler:
 
     def _lower_update(self, shape: UpdateShape) -> Any:
         size, int32 = shape.size, _int32(shape.size)
+        if shape.kind is SwapOut:
+            return jax.jit(gather_blocks).lower(self._kv, int32)
+        if shape.kind is SwapIn:
+            return jax.jit(scatter_blocks, donate_argnums=0).lower(self._kv, int32, swap_spec(self._kv, size))
         if shape.kind is RowUpdates:
             float32 = jax.ShapeDtypeStruct((size,), jnp.float32)
             tables, seeds = _int32(size, self._buckets.max_blocks), jax.ShapeDtypeStruct((size, 2), jnp.uint32)
@@ -225,6 +239,10 @@ def _shape_of(inputs: StepInputs) -> StepShape:
     return StepShape(inputs.is_decode, len(inputs.token_t), len(inputs.row_b), inputs.num_logprobs)
 
 
+_MAX_SWAPS_IN = 4
+"""Most swaps to the device that are under way before a step."""
+
+
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
@@ -237,6 +255,7 @@ def all_shapes(buckets: Buckets) -> list[StepShape | UpdateShape]:
     return [
         *(StepShape(*sizes, num_logprobs) for num_logprobs in buckets.logprobs for sizes in prefills + decodes),
         *(UpdateShape(kind, size) for kind in kinds for size in buckets.updates),
+        *(UpdateShape(kind, size) for kind in (SwapOut, SwapIn) for size in buckets.swaps),
     ]
 
 
@@ -247,17 +266,26 @@ def largest_shape(buckets: Buckets) -> StepShape:
 
 
 class Runner:
-    """Executes steps, in order. `scratch_block` is the block beyond the pool that padding points to."""
+    """Executes steps, in order. `scratch_block` is the block beyond the pool that padding points to.
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, weights: Weights, buckets: Buckets):
+    `seconds_per_swap`: what it takes to move a block to the host and back; None until a first one was.
+    """
+
+    def __init__(
+        self, config: EngineConfig, model: ModelConfig, weights: Weights, buckets: Buckets, num_host_blocks: int
+    ):
         assert config.num_device_blocks is not None
         self.scratch_block = config.num_device_blocks
         self.weights = weights
         self.compiler = StepCompiler(config, model, weights, buckets, config.num_device_blocks)
         self._config, self._model, self._buckets = config, model, buckets
         self._make_state()
+        self._host_blocks = HostBlocks(swap_spec(self._kv, num_host_blocks))
+        self.seconds_per_swap: float | None = None
         if config.warmup in ("full", "strict"):
             self.compiler.compile_all(all_shapes(buckets))
+            if num_host_blocks:
+                self._measure_swap()
 
     @property
     def kv_bytes(self) -> int:
@@ -265,13 +293,17 @@ class Runner:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._kv))
 
     def launch(self, inputs: StepInputs) -> steps.Drawn:
-        """Brings the row state up to date, copies blocks and starts the step. What it draws is to be waited for.
+        """Brings the row state up to date, moves blocks and starts the step. What it draws is to be waited for.
 
         Does not wait: steps run one after another on the device, and their outputs come to the host by themselves.
         """
         step = self.compiler.get(_shape_of(inputs))
+        for swap in inputs.swaps_out:
+            self._swap_out(swap)
         if inputs.copies is not None:
             self._kv = self._updated(self._kv, inputs.copies)
+        for i, swap in enumerate(inputs.swaps_in):
+            self._swap_in(swap, is_late=i > 0 and i % _MAX_SWAPS_IN == 0)
         for updates in (inputs.row_updates, inputs.block_updates):
             if updates is not None:
                 self._state = self._updated(self._state, updates)
@@ -295,15 +327,19 @@ class Runner:
     def wait(self, drawn: steps.Drawn) -> StepOutput:
         """What a step has drawn, when it is done. Raises what went wrong on the device."""
         token_id_ib, logprobs = jax.device_get((drawn.token_ib, drawn.logprobs))
+        self._host_blocks.land()
         return StepOutput(token_id_ib=token_id_ib, logprobs=None if logprobs is None else StepLogprobs(*logprobs))
 
     def reset(self):
         """Makes pool and row state anew, after a step that failed or may not have run: K and V are lost."""
+        self._host_blocks.forget()
         self._delete(self._kv, self._state)
         self._make_state()
 
     def close(self):
-        """Gives the device memory back at once."""
+        """Gives the device memory back at once, and the host's."""
+        self._host_blocks.forget()
+        del self._host_blocks
         self._delete(self.weights, self._kv, self._state)
 
     def _make_state(self):
@@ -319,6 +355,32 @@ class Runner:
                 with contextlib.suppress(Exception):  # whoever waits for the step's output is told what went wrong
                     array.block_until_ready()  # or what is still running would write to memory given away
                 array.delete()
+
+    def _swap_out(self, swap: SwapOut):
+        if self.seconds_per_swap is None:
+            self._measure_swap()
+        gather = self.compiler.get(UpdateShape(SwapOut, len(swap.device_block_c)))
+        self._host_blocks.store(swap.host_blocks, gather(self._kv, swap.device_block_c))
+
+    def _swap_in(self, swap: SwapIn, *, is_late: bool):
+        content_c = self._host_blocks.load(swap.host_blocks, len(swap.device_block_c))
+        if is_late:  # what is brought in takes device memory twice until it is in its place
+            jax.block_until_ready(self._kv)
+        scatter = self.compiler.get(UpdateShape(SwapIn, len(swap.device_block_c)))
+        self._kv = scatter(self._kv, swap.device_block_c, content_c)
+
+    def _measure_swap(self):
+        """Times the largest swap there and back, of the scratch block to itself: nothing is changed."""
+        size = self._buckets.swaps[-1]
+        gather, scatter = (self.compiler.get(UpdateShape(kind, size)) for kind in (SwapOut, SwapIn))
+        block_c, seconds = np.full(size, self.scratch_block, np.int32), []
+        jax.block_until_ready(self._kv)
+        for _ in range(3):
+            start = time.perf_counter()
+            content_c = np.array(gather(self._kv, block_c))
+            self._kv = jax.block_until_ready(scatter(self._kv, block_c, content_c))
+            seconds.append(time.perf_counter() - start)
+        self.seconds_per_swap = min(seconds) / size
 
     def _updated(self, state: Any, updates: RowUpdates | BlockUpdates | BlockCopies) -> Any:
         values = [getattr(updates, name) for name in updates.__slots__]

@@ -3,8 +3,8 @@
 One rule serves prefill, chunks, prefix hits, recomputation and decoding: `num_computed_tokens` chases `num_tokens`.
 In each step running requests with one token left get it first, then unfinished prefills in order of arrival, then
 waiting requests are admitted, all within the token budget. Where blocks run out, the request that arrived last is
-preempted: it gives its blocks back and is computed again later. The oldest request can take blocks from all others,
-so that every step makes progress.
+preempted: its blocks are swapped out to the host and come back later, or it gives them up and is computed again. The
+oldest request can take blocks from all others, so that every step makes progress.
 
 Steps may be scheduled before the outputs of earlier ones are known: `update` takes outputs in the order in which
 steps were scheduled. Until then a request counts its draws in flight as tokens, whose values the device has. What
@@ -15,9 +15,9 @@ import bisect
 import time
 from collections import deque
 
-from jaxpaged.block_pool import ROOT_DIGEST, BlockPool, block_digest
+from jaxpaged.block_pool import ROOT_DIGEST, BlockPool, SwapSpace, block_digest
 from jaxpaged.config import EngineConfig
-from jaxpaged.memory import blocks_for
+from jaxpaged.memory import PreemptionCosts, blocks_for
 from jaxpaged.outputs import Logprob
 from jaxpaged.request import Request, Status
 from jaxpaged.step_data import (
@@ -45,13 +45,18 @@ class _Plan:
 
 
 class Scheduler:
-    """`schedule()` says what a step computes, `update()` takes what it drew."""
+    """`schedule()` says what a step computes, `update()` takes what it drew.
 
-    def __init__(self, config: EngineConfig, digest_context: bytes = b""):
+    `costs` decide between swapping and recomputing, where the config leaves it open; None: not measured yet, swap.
+    """
+
+    def __init__(self, config: EngineConfig, digest_context: bytes = b"", num_host_blocks: int = 0):
         assert config.num_device_blocks is not None and isinstance(config.block_size, int)
         self.config = config
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_device_blocks)
+        self.swap_space = SwapSpace(self.pool, num_host_blocks)
+        self.costs: PreemptionCosts | None = None
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.requests: dict[str, Request] = {}
@@ -61,8 +66,14 @@ class Scheduler:
         self._started: dict[int, Request] = {}
         self._released: set[int] = set()
         self._copies: list[tuple[int, int]] = []
+        self._swaps_out: list[tuple[int, int]] = []
+        self._swaps_in: list[tuple[int, int]] = []
+        self._host_blocks_read: list[int] = []
+        """Held until the step that reads them is scheduled."""
         self._in_flight: deque[list[Request]] = deque()
         self.num_preemptions = 0
+        self.num_swapped_out = 0
+        self.num_swapped_in = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
 
@@ -97,6 +108,7 @@ class Scheduler:
             self._release(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+            self._drop_host_blocks(request)
         else:
             for other in (*self.running, *self.waiting):
                 if request in other.siblings:
@@ -112,11 +124,12 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets cached content; False while requests hold blocks."""
-        return self.pool.reset_index()
+        return self.pool.reset_index()  # what swapped requests hold on the host is theirs alone
 
     def check(self):
         """RuntimeError unless blocks, rows and queues agree (see `BlockPool.check`)."""
         self.pool.check([request.block_ids for request in self.running])
+        self.swap_space.host.check([*(request.host_block_ids for request in self.waiting), self._host_blocks_read])
         rows = [_row(request) for request in self.running]
         if sorted([*rows, *self._free_rows]) != list(range(self.config.max_num_seqs)):
             raise RuntimeError(f"rows of running requests {rows} and free rows {self._free_rows} are not all rows once")
@@ -181,21 +194,27 @@ class Scheduler:
                 request.append(drawn[i][draw])
                 if request.finish_reason is not None:
                     break
-            self._index_full_blocks(request)
+            if request.status is Status.RUNNING:
+                self._index_full_blocks(request)
             if request.finish_reason is not None:
                 self.finish(request)
             updated.append((request, len(request.token_ids) - num_known))
         return updated
 
     def rewind(self):
-        """After steps that may not have run: forgets all K and V and all draws in flight; running requests are
-        computed again."""
+        """After steps that may not have run: forgets all K and V and all draws in flight; running and swapped requests
+        are computed again."""
         self._in_flight.clear()
         for request in (*self.running, *self.waiting):
             request.num_in_flight = 0
         plan = _Plan(0)
         while self.running:
-            self._preempt(plan, self.running[-1])
+            self._preempt(plan, self.running[-1], may_swap=False)
+        for request in self.waiting:
+            self._drop_host_blocks(request)
+        self._swaps_out.clear()
+        self._read_host_blocks()
+        self.swap_space.forget_twins()
         self.pool.reset_index()
         self._released.update(self._free_rows)
 
@@ -268,6 +287,12 @@ class Scheduler:
             request = self.waiting[0]
             if request.num_in_flight:
                 break
+            if request.host_block_ids:
+                if not self._swap_in(request):
+                    break
+                self.waiting.popleft()
+                self._schedule_running(plan, [request])
+                continue
             hits = self._match_prefix(request)
             if len(hits) < self._num_cacheable(request) and request.digests[len(hits)] in plan.filled:
                 break
@@ -322,7 +347,7 @@ class Scheduler:
         bisect.insort(self.running, request, key=lambda r: r.arrival)
         self._started[request.row] = request
 
-    def _preempt(self, plan: _Plan, request: Request):
+    def _preempt(self, plan: _Plan, request: Request, *, may_swap: bool = True):
         """Takes the blocks of a running request, undoing what this step had planned for it."""
         undone = plan.scheduled.pop(request, None)
         if undone is not None:
@@ -331,14 +356,72 @@ class Scheduler:
         self.num_preemptions += 1
         request.num_preemptions += 1
         self.running.remove(request)
+        if not (may_swap and self._swap_out(request)):
+            request.num_computed_tokens = 0
         self._release(request)
-        request.num_computed_tokens = 0
         request.move(Status.PREEMPTED)
         self._wait(request)
 
     def _wait(self, request: Request):
         """Queues a request by its arrival: siblings and preempted requests may be older than those that wait."""
         bisect.insort(self.waiting, request, key=lambda r: r.arrival)
+
+    def _swap_out(self, request: Request) -> bool:
+        """Has the blocks of a request that is preempted copied to the host, if that is cheaper and room is there.
+
+        They are copied as the steps scheduled so far leave them. So a request that was just forked, whose partial
+        block is still to be filled, is computed again; one that has drawn its last token needs nothing any more.
+        """
+        targets = {target for _, target in self._copies}
+        if request.num_draws_left == 0 or not targets.isdisjoint(request.block_ids):
+            return False
+        num_computed = request.num_computed_tokens
+        block_ids = request.block_ids[: blocks_for(num_computed, self.block_size)]
+        if not block_ids or not self._is_swap_cheaper(request, block_ids):
+            return False
+        swapped = self.swap_space.swap_out(block_ids, num_computed // self.block_size)
+        if swapped is None:
+            return False
+        request.host_block_ids, copies = swapped
+        self._swaps_out += copies
+        self.num_swapped_out += len(copies)
+        return True
+
+    def _is_swap_cheaper(self, request: Request, block_ids: list[int]) -> bool:
+        """By measured costs; blocks that others hold on the device can be hit in the prefix cache, at no cost."""
+        if self.config.preemption_mode == "swap" or self.costs is None:
+            return True
+        num_shared = sum(self.pool.ref_counts[i] > 1 for i in block_ids) if self.config.enable_prefix_caching else 0
+        num_tokens = request.num_computed_tokens - num_shared * self.block_size
+        return self.swap_space.num_to_copy(block_ids) * self.costs.per_block < num_tokens * self.costs.per_token
+
+    def _swap_in(self, request: Request) -> bool:
+        """Starts a swapped request where it was; False when there are no blocks for all its tokens."""
+        num_full = request.num_computed_tokens // self.block_size
+        num_blocks = blocks_for(request.num_tokens, self.block_size)
+        swapped = self.swap_space.swap_in(request.host_block_ids, num_full, num_blocks)
+        if swapped is None:
+            return False
+        block_ids, copies = swapped
+        self._swaps_in += copies
+        self.num_swapped_in += len(copies)
+        self._host_blocks_read += request.host_block_ids
+        request.host_block_ids = []
+        self._start(request, block_ids, request.num_computed_tokens)
+        request.num_indexed_blocks = 0  # its full blocks are findable again
+        return True
+
+    def _drop_host_blocks(self, request: Request):
+        if request.host_block_ids:
+            self.swap_space.host.free(request.host_block_ids)
+            request.host_block_ids = []
+            request.num_computed_tokens = 0
+
+    def _read_host_blocks(self):
+        """Swap-ins are on their way, or given up: the host blocks they read may be given away."""
+        self.swap_space.host.free(self._host_blocks_read)
+        self._host_blocks_read = []
+        self._swaps_in.clear()
 
     def _release(self, request: Request):
         self._copies = [(source, target) for source, target in self._copies if target not in request.block_ids]
@@ -360,12 +443,16 @@ class Scheduler:
             requests=tuple(plan.scheduled.values()),
             started=tuple(_started_row(request) for request in self._started.values()),
             released=tuple(sorted(self._released - self._started.keys())),
+            swaps_out=tuple(self._swaps_out),
             copies=tuple(self._copies),
+            swaps_in=tuple(self._swaps_in),
             num_preempted=plan.num_preempted,
         )
         self._started.clear()
         self._released.clear()
+        self._swaps_out.clear()
         self._copies.clear()
+        self._read_host_blocks()
         return step
 
     # ---- prefix cache

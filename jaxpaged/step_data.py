@@ -67,12 +67,18 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledStep:
-    """One call: rows released and started before it, blocks copied before it (source, target), tokens computed."""
+    """One call: rows released and started before it, blocks moved before it (source, target), tokens computed.
+
+    Blocks are moved in this order: `swaps_out` from the device to the host, as the step before left them; `copies` on
+    the device; `swaps_in` from the host to the device.
+    """
 
     requests: tuple[ScheduledRequest, ...]
     started: tuple[StartedRow, ...] = ()
     released: tuple[int, ...] = ()
+    swaps_out: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    swaps_in: tuple[tuple[int, int], ...] = ()
     num_preempted: int = 0
 
     @property
@@ -113,6 +119,22 @@ class BlockCopies:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SwapOut:
+    """Device blocks to gather before the step, padded with the scratch block, and the host blocks to keep them in."""
+
+    device_block_c: np.ndarray
+    host_blocks: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwapIn:
+    """Host blocks to scatter on the device before the step; padded targets are out of range."""
+
+    host_blocks: np.ndarray
+    device_block_c: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepInputs:
     """A step padded to a bucket: tokens [t] of `num_requests` requests packed one after another, requests [b].
 
@@ -134,7 +156,9 @@ class StepInputs:
     num_logprobs: int
     row_updates: RowUpdates | None
     block_updates: BlockUpdates | None
+    swaps_out: tuple[SwapOut, ...]
     copies: BlockCopies | None
+    swaps_in: tuple[SwapIn, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,12 +38,13 @@ def expected_tokens(request: Request) -> list[int]:
 
 
 class ToyDevice:
-    """Executes `StepInputs` as the runner does: copies, row updates, block updates, then the tokens."""
+    """Executes `StepInputs` as the runner does: blocks moved, row updates, block updates, then the tokens."""
 
     def __init__(self, config: EngineConfig, buckets: Buckets):
         self.block_size = config.block_size
         self.scratch_block = config.num_device_blocks
         self.blocks = [[STALE] * self.block_size for _ in range(self.scratch_block + 1)]
+        self.host_blocks: dict[int, list] = {}
         self.page_table = np.full((buckets.num_rows, buckets.max_blocks), self.scratch_block, np.int32)
         self.last_token = [0] * buckets.num_rows
         self.seed_child = {}
@@ -54,7 +55,9 @@ class ToyDevice:
         return int(self.page_table[row, position // self.block_size]), position % self.block_size
 
     def execute(self, inputs: StepInputs) -> StepOutput:
+        self._swap_out(inputs)
         self._copy(inputs)
+        self._swap_in(inputs)
         self._update_rows(inputs)
         b = len(inputs.row_b)
         starts = np.minimum(np.arange(b + 1), inputs.num_requests) if inputs.is_decode else inputs.query_start_b1
@@ -76,6 +79,18 @@ class ToyDevice:
                 if token_id_ib[d, i] in self.stop_ids[row]:
                     break
         return StepOutput(token_id_ib=token_id_ib)
+
+    def _swap_out(self, inputs: StepInputs):
+        for swap in inputs.swaps_out:
+            assert set(swap.device_block_c[len(swap.host_blocks) :].tolist()) <= {self.scratch_block}
+            for block, host_block in zip(swap.device_block_c.tolist(), swap.host_blocks.tolist(), strict=False):
+                self.host_blocks[host_block] = list(self.blocks[block])
+
+    def _swap_in(self, inputs: StepInputs):
+        for swap in inputs.swaps_in:
+            assert set(swap.device_block_c[len(swap.host_blocks) :].tolist()) <= {DROPPED}
+            for host_block, block in zip(swap.host_blocks.tolist(), swap.device_block_c.tolist(), strict=False):
+                self.blocks[block] = list(self.host_blocks[host_block])
 
     def _copy(self, inputs: StepInputs):
         if inputs.copies is not None:
@@ -119,12 +134,15 @@ class ToyEngine:
     `max_in_flight` steps are scheduled and executed before the output of the first of them is told to the scheduler.
     """
 
-    def __init__(self, *, digest_context: bytes = b"", max_in_flight: int = 1, **settings):
+    def __init__(
+        self, *, digest_context: bytes = b"", max_in_flight: int = 1, num_host_blocks: int = 0, costs=None, **settings
+    ):
         defaults = {"block_size": 4, "num_device_blocks": 32, "max_model_len": 64, "max_num_seqs": 4}
         defaults |= {"max_num_batched_tokens": 64, "num_decode_steps": 1}
         self.config = EngineConfig(**(defaults | settings))
         self.buckets = make_buckets(self.config)
-        self.scheduler = Scheduler(self.config, digest_context)
+        self.scheduler = Scheduler(self.config, digest_context, num_host_blocks)
+        self.scheduler.costs = costs
         self.device = ToyDevice(self.config, self.buckets)
         self.pool = self.scheduler.pool
         self.steps: list[ScheduledStep] = []
