@@ -104,8 +104,17 @@ def test_hits_in_the_prefix_cache_yield_the_same_tokens(kind):
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_preempted_again_and_again_yield_the_same_tokens(kind, caching):
-    result = run(batch_prompts(), all_params(kind), num_device_blocks=28, block_size=4, enable_prefix_caching=caching)
-    assert result.stats["num_preemptions"] >= 20
+    """Two of the four swap, and two recompute."""
+    is_swap = (kind == "greedy") == caching
+    result = run(
+        batch_prompts(), all_params(kind), num_device_blocks=28, block_size=4, enable_prefix_caching=caching,
+        preemption_mode="swap" if is_swap else "recompute",
+    )  # fmt: skip
+    stats = result.stats
+    assert stats["num_preemptions"] >= 20
+    assert 0 < stats["num_blocks_swapped_in"] < stats["num_blocks_swapped_out"] or not is_swap
+    assert stats["num_blocks_swapped_out"] > 100 or not is_swap
+    assert is_swap or stats["num_blocks_swapped_out"] == 0
     assert max(output.metrics.num_preemptions for output in result.outputs) >= 2
     assert_same(result.outputs, alone(kind))
 

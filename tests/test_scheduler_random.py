@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import toy_device
 from jaxpaged import scheduler
 from jaxpaged.batch import build
-from jaxpaged.block_pool import BlockPool, block_digest
+from jaxpaged.block_pool import BlockPool, SwapSpace, block_digest
+from jaxpaged.memory import PreemptionCosts
 from jaxpaged.request import Request
 from jaxpaged.scheduler import Scheduler, _Plan
 from jaxpaged.step_data import ON_DEVICE
@@ -46,7 +47,7 @@ def serve(num_requests: int, *, seed: int, abort_rate: float = 0.1, **settings) 
         assert member.is_finished
         if member.finish_reason != "abort":
             assert member.output_token_ids == expected_tokens(member)
-    assert engine.pool.num_used == 0 and not engine.scheduler.requests
+    assert engine.pool.num_used == engine.scheduler.swap_space.host.num_used == 0 and not engine.scheduler.requests
     return engine, members
 
 
@@ -99,16 +100,43 @@ def test_a_pool_that_holds_one_request_serves_all_one_after_another():
     assert engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.parametrize("is_caching", [True, False])
+@pytest.mark.parametrize("num_host_blocks", [1, 5, 200])
+def test_swapping_yields_the_same_tokens_whatever_room_the_host_has(num_host_blocks, is_caching):
+    engine, members = serve(
+        300, seed=4, max_num_batched_tokens=24, max_in_flight=2, num_decode_steps=2, num_host_blocks=num_host_blocks,
+        enable_prefix_caching=is_caching,
+    )  # fmt: skip
+    scheduler, num_out = engine.scheduler, engine.scheduler.num_swapped_out
+    assert scheduler.num_preemptions > 30 and num_out >= (1 if num_host_blocks == 1 else 100)
+    assert num_host_blocks == 1 or 50 < scheduler.num_swapped_in < num_out
+    assert num_out == sum(len(step.swaps_out) for step in engine.steps)
+    assert max(m.num_preemptions for m in members) >= 2
+
+
+def test_swapping_some_and_computing_others_again_by_cost_yields_the_same_tokens():
+    costs = PreemptionCosts(per_token=1.0, per_block=3.9)
+    engine, _ = serve(300, seed=4, max_num_batched_tokens=24, max_in_flight=2, num_host_blocks=200, costs=costs)
+    num_swapped = sum(bool(step.swaps_out) for step in engine.steps)
+    assert 10 < num_swapped < engine.scheduler.num_preemptions - 10
+
+
 class AnyOrderOfEvents(RuleBasedStateMachine):
     """Requests come, steps are scheduled and done, aborts fall between the two, in any order."""
 
     def __init__(self):
         super().__init__()
-        self.engine = ToyEngine(
-            num_device_blocks=7, max_num_seqs=3, block_size=2, max_model_len=14, max_num_batched_tokens=5,
-            num_decode_steps=3,
-        )  # fmt: skip
         self.members: list[Request] = []
+
+    @initialize(
+        num_device_blocks=st.integers(7, 12), num_host_blocks=st.sampled_from([0, 3, 30]), is_caching=st.booleans()
+    )
+    def start(self, num_device_blocks, num_host_blocks, is_caching):
+        self.engine = ToyEngine(
+            num_device_blocks=num_device_blocks, max_num_seqs=3, block_size=2, max_model_len=14,
+            max_num_batched_tokens=5, num_decode_steps=3, num_host_blocks=num_host_blocks,
+            enable_prefix_caching=is_caching,
+        )  # fmt: skip
 
     @rule(
         length=st.integers(1, 9), start=st.integers(0, 1), n=st.integers(1, 3), max_tokens=st.integers(1, 5),
@@ -158,11 +186,11 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
             self.engine.update()
         self.engine.run(max_steps=1000)
         assert all(m.is_finished for m in self.members)
-        assert self.engine.pool.num_used == 0
+        assert self.engine.pool.num_used == self.engine.scheduler.swap_space.host.num_used == 0
 
 
 TestAnyOrderOfEvents = AnyOrderOfEvents.TestCase
-TestAnyOrderOfEvents.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+TestAnyOrderOfEvents.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -417,10 +445,86 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def swap_in_from_a_wrong_host_block(patch):
+    original = SwapSpace.swap_in
+
+    def swap_in(self, *arguments):
+        swapped = original(self, *arguments)
+        return swapped and (swapped[0], [((h + 1) % self.host.num_blocks, d) for h, d in swapped[1]])
+
+    patch.setattr(SwapSpace, "swap_in", swap_in)
+
+
+def swap_in_nothing(patch):
+    original = Scheduler._commit
+    patch.setattr(Scheduler, "_commit", lambda self, plan: replace(original(self, plan), swaps_in=()))
+
+
+def swap_out_what_the_step_has_written(patch):
+    executed, swap_out = toy_device.ToyDevice.execute, toy_device.ToyDevice._swap_out
+    patch.setattr(toy_device.ToyDevice, "_swap_out", lambda self, inputs: None)
+
+    def execute(self, inputs):
+        output = executed(self, inputs)
+        swap_out(self, inputs)
+        return output
+
+    patch.setattr(toy_device.ToyDevice, "execute", execute)
+
+
+def take_up_blocks_that_hold_something_else_by_now(patch):
+    patch.setattr(SwapSpace, "_are_alike", lambda self, twins: self.device.ref_counts[twins.device_block] == 0)
+
+
+def take_a_partial_block_for_what_it_was(patch):
+    original = SwapSpace._pair
+    patch.setattr(SwapSpace, "_pair", lambda self, *blocks, is_full: original(self, *blocks, is_full=True))
+
+
+def count_a_token_too_many_as_swapped_in(patch):
+    original = Scheduler._swap_in
+
+    def swap_in(self, request):
+        request.num_computed_tokens += 1
+        return original(self, request)
+
+    patch.setattr(Scheduler, "_swap_in", swap_in)
+
+
+def keep_the_hosts_blocks(patch):
+    patch.setattr(Scheduler, "_read_host_blocks", lambda self: self._swaps_in.clear())
+
+
+def swap_out_one_block_too_few(patch):
+    original = SwapSpace.swap_out
+
+    def swap_out(self, block_ids, num_full):
+        swapped = original(self, block_ids, num_full)
+        return swapped and (swapped[0], swapped[1][:-1])
+
+    patch.setattr(SwapSpace, "swap_out", swap_out)
+
+
+MUTATIONS_OF_SWAPPING = [
+    swap_in_from_a_wrong_host_block,
+    swap_in_nothing,
+    swap_out_what_the_step_has_written,
+    swap_out_one_block_too_few,
+    take_up_blocks_that_hold_something_else_by_now,
+    take_a_partial_block_for_what_it_was,
+    count_a_token_too_many_as_swapped_in,
+    keep_the_hosts_blocks,
+]
+
+
+@pytest.mark.parametrize("mutation", [*MUTATIONS, *MUTATIONS_OF_SWAPPING], ids=lambda mutation: mutation.__name__)
 def test_a_mutation_of_the_host_side_is_caught(mutation, monkeypatch):
     mutation(monkeypatch)
+    num_host_blocks = 30 if mutation in MUTATIONS_OF_SWAPPING else 0
     with pytest.raises((AssertionError, RuntimeError, IndexError, KeyError, ValueError)) as caught:
         for seed in (2, 4, 5):
-            serve(300, seed=seed, max_num_batched_tokens=10, max_in_flight=2, num_decode_steps=1 + 2 * (seed == 5))
+            serve(
+                300, seed=seed, max_num_batched_tokens=10, max_in_flight=2, num_decode_steps=1 + 2 * (seed == 5),
+                num_host_blocks=num_host_blocks,
+            )  # fmt: skip
     print(f"{mutation.__name__}: {caught.type.__name__}: {caught.value}")
