@@ -112,9 +112,8 @@ def test_requests_preempted_again_and_again_yield_the_same_tokens(kind, caching)
     )  # fmt: skip
     stats = result.stats
     assert stats["num_preemptions"] >= 20
-    assert 0 < stats["num_blocks_swapped_in"] < stats["num_blocks_swapped_out"] or not is_swap
-    assert stats["num_blocks_swapped_out"] > 100 or not is_swap
-    assert is_swap or stats["num_blocks_swapped_out"] == 0
+    for moved in ("num_blocks_swapped_out", "num_blocks_swapped_in"):
+        assert stats[moved] > 50 if is_swap else stats[moved] == 0
     assert max(output.metrics.num_preemptions for output in result.outputs) >= 2
     assert_same(result.outputs, alone(kind))
 
