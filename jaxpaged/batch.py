@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.memory import blocks_for
+from jaxpaged.memory import SWAP_SIZES, blocks_for
 from jaxpaged.step_data import (
     MAX_STOP_IDS,
     NOT_DRAWN,
@@ -26,9 +26,6 @@ DROPPED = np.iinfo(np.int32).max
 """An index outside every array: what is scattered there is dropped."""
 
 _NOBODY = StartedRow(row=DROPPED, block_ids=(), seed=0, child=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-
-SWAP_SIZES = (4, 32)
-"""Blocks that are swapped in one call. Padding is moved as well: it costs less than a third of 10 blocks or more."""
 
 MOST_DRAWS = 8
 """Most decode steps in one call where the engine chooses."""

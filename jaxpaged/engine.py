@@ -306,12 +306,12 @@ class Engine:
             kv_pool=runner.kv_bytes,
             temporaries=runner.compiler.temporaries,
             state=runner.compiler.state_bytes,
+            staging=memory.swap_staging_bytes(config, per_block),
             other=self._facts.memory_in_use,
             block_size=config.block_size,
             bytes_per_block=per_block,
             num_device_blocks=config.num_device_blocks,
             num_host_blocks=self._scheduler.swap_space.host.num_blocks,
-            swap_space=config.swap_space,
             max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
         )

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
 from jaxpaged.config import ModelConfig
-from jaxpaged.memory import kv_block_shape, kv_layout
+from jaxpaged.memory import MOST_STAGED, kv_block_shape, kv_layout
 from pallas_kernels.gpu.layout import HeadMajorKV
 
 KVCache = tuple[HeadMajorKV | jax.Array, ...]
@@ -69,11 +69,9 @@ def swap_spec(kv: KVCache, num_blocks: int) -> jax.ShapeDtypeStruct:
 class HostBlocks:
     """Blocks in host memory, whose pages the system commits when they are first written.
 
-    What `store` takes is on its way from the device while steps run; it lies here after `land`. At most `_MAX_STAGED`
+    What `store` takes is on its way from the device while steps run; it lies here after `land`. At most MOST_STAGED
     gathered pieces are on their way, since each takes device memory meanwhile.
     """
-
-    _MAX_STAGED = 4
 
     def __init__(self, spec: jax.ShapeDtypeStruct):
         self._blocks = np.empty(spec.shape, spec.dtype)
@@ -81,14 +79,14 @@ class HostBlocks:
 
     def store(self, host_blocks: np.ndarray, content_c: jax.Array):
         """Keeps gathered blocks, padding left out. Waits only for room: for the oldest piece, when there are many."""
-        if len(self._staged) == self._MAX_STAGED:
+        if len(self._staged) == MOST_STAGED:
             self._land_oldest()
         content_c.copy_to_host_async()
         self._staged.append((host_blocks, content_c))
 
     def land(self):
         """Takes in what has arrived. Waits for nothing."""
-        while self._staged and self._staged[0][1].is_ready():
+        while self._staged and self._staged[0][1].is_ready():  # pyright: ignore[reportAttributeAccessIssue]
             self._land_oldest()
 
     def load(self, host_blocks: np.ndarray, num_padded: int) -> np.ndarray:

@@ -55,6 +55,21 @@ def decide_num_host_blocks(engine: EngineConfig, model: ModelConfig) -> int:
     return min(num_host_blocks(engine.swap_space, block_bytes(model, engine.block_size, engine.dtype)), most)
 
 
+SWAP_SIZES = (4, 32)
+"""Blocks that are swapped in one call. Padding is moved as well: at most 3 blocks a step, each way."""
+
+MOST_STAGED = 4
+"""Calls whose blocks are under way at once, to the host; and to the device, before a step."""
+
+
+def swap_staging_bytes(engine: EngineConfig, bytes_per_block: int) -> int:
+    """Most bytes of device memory that blocks take which are under way to the host, and to the device before each of
+    two steps in flight."""
+    if engine.preemption_mode == "recompute" or engine.swap_space == 0:
+        return 0
+    return 3 * MOST_STAGED * SWAP_SIZES[-1] * bytes_per_block
+
+
 @dataclass(frozen=True, slots=True)
 class PreemptionCosts:
     """Measured seconds: to compute a token as part of a prompt; to move a block to the host and back."""
@@ -94,7 +109,8 @@ def decide_num_device_blocks(
         )
     else:
         usable = int(device.memory_limit * engine.gpu_memory_utilization)
-        num_blocks = (usable - weights - temporaries - state - device.memory_in_use) // per_block
+        staging = swap_staging_bytes(engine, per_block)
+        num_blocks = (usable - weights - temporaries - state - staging - device.memory_in_use) // per_block
     if num_blocks < 1:
         raise ValueError(
             f"no memory is left for the KV pool: of {device.memory_limit} bytes, weights take {weights}, temporaries "
@@ -141,7 +157,8 @@ def check_swap_space(swap_space: float, host_memory: int) -> str | None:
 class MemoryReport:
     """The partition of the device's memory, summing to `limit`. `str()` gives it as a table.
 
-    `temporaries` is that of the largest step compiled so far. `other`: in use before the engine, and the runtime's own.
+    `temporaries` is that of the largest step compiled so far. `staging`: for blocks on their way to the host and back.
+    `other`: in use before the engine, and the runtime's own.
     """
 
     limit: int
@@ -150,18 +167,23 @@ class MemoryReport:
     kv_pool: int
     temporaries: int
     state: int
+    staging: int
     other: int
     block_size: int
     bytes_per_block: int
     num_device_blocks: int
     num_host_blocks: int
-    swap_space: float
     max_model_len: int
     max_num_seqs: int
 
     @property
     def free(self) -> int:
-        return self.limit - self.weights - self.kv_pool - self.temporaries - self.state - self.other
+        parts = (self.weights, self.kv_pool, self.temporaries, self.state, self.staging, self.other)
+        return self.limit - sum(parts)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.bytes_per_block // self.block_size
 
     @property
     def max_concurrency(self) -> float:
@@ -174,6 +196,7 @@ class MemoryReport:
             ("KV pool", self.kv_pool),
             ("temporaries of the largest step compiled", self.temporaries),
             ("step state", self.state),
+            ("blocks on their way to and from the host", self.staging),
             ("other (runtime, in use before)", self.other),
             ("free", self.free),
             ("limit", self.limit),
@@ -189,12 +212,12 @@ class MemoryReport:
 
     def _block_lines(self) -> list[str]:
         tokens = self.num_device_blocks * self.block_size
-        reserved = " (reserved, preemption recomputes)" if self.num_host_blocks else ""
+        host_gib = self.num_host_blocks * self.bytes_per_block / GIB
         return [
             "KV cache",
-            f"  block: {self.block_size} tokens, {self.bytes_per_block:,} bytes",
+            f"  block: {self.block_size} tokens, {self.bytes_per_block:,} bytes ({self.bytes_per_token:,} a token)",
             f"  device blocks: {self.num_device_blocks:,} ({tokens:,} tokens)",
-            f"  host blocks: {self.num_host_blocks:,} in {self.swap_space} GiB of swap space{reserved}",
+            f"  host blocks: {self.num_host_blocks:,} (up to {host_gib:.2f} GiB of host memory for preempted requests)",
             f"  requests of {self.max_model_len:,} tokens at once: {self.max_concurrency:.2f} "
             f"(at most {self.max_num_seqs})",
         ]

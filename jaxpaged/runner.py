@@ -30,6 +30,7 @@ from jaxpaged.kv_cache import (
     scatter_blocks,
     swap_spec,
 )
+from jaxpaged.memory import MOST_STAGED
 from jaxpaged.models.weights import Weights
 from jaxpaged.step_data import (
     MAX_STOP_IDS,
@@ -239,10 +240,6 @@ def _shape_of(inputs: StepInputs) -> StepShape:
     return StepShape(inputs.is_decode, len(inputs.token_t), len(inputs.row_b), inputs.num_logprobs)
 
 
-_MAX_SWAPS_IN = 4
-"""Most swaps to the device that are under way before a step."""
-
-
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
@@ -303,7 +300,7 @@ class Runner:
         if inputs.copies is not None:
             self._kv = self._updated(self._kv, inputs.copies)
         for i, swap in enumerate(inputs.swaps_in):
-            self._swap_in(swap, is_late=i > 0 and i % _MAX_SWAPS_IN == 0)
+            self._swap_in(swap, is_late=i > 0 and i % MOST_STAGED == 0)
         for updates in (inputs.row_updates, inputs.block_updates):
             if updates is not None:
                 self._state = self._updated(self._state, updates)

@@ -389,8 +389,8 @@ class Scheduler:
 
     def _is_swap_cheaper(self, request: Request, block_ids: list[int]) -> bool:
         """By measured costs; blocks that others hold on the device can be hit in the prefix cache, at no cost."""
-        if self.config.preemption_mode == "swap" or self.costs is None:
-            return True
+        if self.config.preemption_mode != "auto" or self.costs is None:
+            return self.config.preemption_mode != "recompute"
         num_shared = sum(self.pool.ref_counts[i] > 1 for i in block_ids) if self.config.enable_prefix_caching else 0
         num_tokens = request.num_computed_tokens - num_shared * self.block_size
         return self.swap_space.num_to_copy(block_ids) * self.costs.per_block < num_tokens * self.costs.per_token

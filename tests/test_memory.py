@@ -11,6 +11,7 @@ from jaxpaged.memory import (
     blocks_for,
     check_swap_space,
     decide_num_device_blocks,
+    decide_num_host_blocks,
     fit_max_model_len,
     kv_block_shape,
     num_host_blocks,
@@ -62,6 +63,15 @@ def test_4_gib_of_swap_space_hold_11915_blocks_of_tinyllama():
     assert num_host_blocks(0.5, GIB // 4) == 2
 
 
+def test_the_host_pool_holds_no_more_than_all_requests_at_full_length():
+    def num_on_host(**settings):
+        return decide_num_host_blocks(resolve(EngineConfig(dtype="float16", **settings), TINYLLAMA, GPU), TINYLLAMA)
+
+    assert num_on_host() == 11_915
+    assert num_on_host(max_num_seqs=3, max_model_len=100) == 3 * 7
+    assert num_on_host(preemption_mode="recompute") == num_on_host(swap_space=0) == 0
+
+
 def test_11663015936_bytes_hold_32357_blocks_of_tinyllama():
     assert num_blocks(kv_cache_memory_bytes=11_663_015_936) == 32_357
     assert num_blocks(kv_cache_memory_bytes=11_663_015_935) == 32_356
@@ -91,9 +101,11 @@ def test_bytes_that_hold_no_block_are_refused_with_the_size_of_one():
 
 
 def test_on_an_accelerator_the_pool_gets_limit_times_utilization_less_all_else():
-    sizes = {"weights": 2 * GIB, "temporaries": 3 * 2**20, "state": 12345}
+    sizes = {"weights": 2 * GIB, "temporaries": 3 * 2**20, "state": 12345, "preemption_mode": "recompute"}
     spent = 2 * GIB + 3 * 2**20 + 12345 + GIB
     assert num_blocks(gpu_memory_utilization=0.5, **sizes) == (15 * GIB // 2 - spent) // PER_BLOCK
+    assert num_blocks(gpu_memory_utilization=1, **sizes) == (15 * GIB - spent) // PER_BLOCK
+    sizes["preemption_mode"], spent = "auto", spent + 3 * 4 * 32 * PER_BLOCK
     assert num_blocks(gpu_memory_utilization=1, **sizes) == (15 * GIB - spent) // PER_BLOCK
 
 
@@ -136,15 +148,16 @@ def test_swap_space_over_40_percent_of_the_host_warns_and_over_70_is_refused():
 
 def report(**changes):
     sizes = {"limit": 10 * GIB, "total": 10 * GIB, "weights": 2 * GIB, "kv_pool": 5 * GIB, "temporaries": GIB}
-    sizes |= {"state": 1000, "other": 24}
+    sizes |= {"state": 1000, "staging": 0, "other": 24}
     blocks = {"block_size": 16, "bytes_per_block": PER_BLOCK, "num_device_blocks": 1000, "num_host_blocks": 11_915}
-    return MemoryReport(**(sizes | blocks | {"swap_space": 4, "max_model_len": 2048, "max_num_seqs": 256} | changes))
+    return MemoryReport(**(sizes | blocks | {"max_model_len": 2048, "max_num_seqs": 256} | changes))
 
 
 def test_the_parts_of_the_report_sum_to_the_limit():
     r = report()
-    assert r.weights + r.kv_pool + r.temporaries + r.state + r.other + r.free == r.limit
+    assert r.weights + r.kv_pool + r.temporaries + r.state + r.staging + r.other + r.free == r.limit
     assert r.free == 2 * GIB - 1024
+    assert report(staging=GIB).free == GIB - 1024
 
 
 def test_the_report_says_how_many_requests_of_full_length_fit():
@@ -152,12 +165,11 @@ def test_the_report_says_how_many_requests_of_full_length_fit():
     assert "requests of 2,048 tokens at once: 7.81 (at most 256)" in str(report())
 
 
-def test_the_report_names_blocks_and_that_swap_is_only_reserved():
+def test_the_report_names_blocks_on_the_device_and_on_the_host():
     text = str(report())
-    assert "block: 16 tokens, 360,448 bytes" in text
+    assert "block: 16 tokens, 360,448 bytes (22,528 a token)" in text
     assert "device blocks: 1,000 (16,000 tokens)" in text
-    assert "host blocks: 11,915 in 4 GiB of swap space (reserved, preemption recomputes)" in text
-    assert "reserved" not in str(report(num_host_blocks=0, swap_space=0))
+    assert "host blocks: 11,915 (up to 4.00 GiB of host memory for preempted requests)" in text
 
 
 def test_the_report_says_how_to_raise_a_limit_below_95_percent_of_the_device():
