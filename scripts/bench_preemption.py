@@ -2,10 +2,10 @@
 
     python scripts/bench_preemption.py --lengths 64 256 1024
 
-As many requests as a pool of `--pool-tokens` holds have prompts of that length; none of what they generate fits, so
-that later ones are preempted by older ones and come back when those are done. The same engine serves the load with
-preemption forced to swap, forced to recompute, and left to the measured costs ("auto"), in turns, so that a noisy
-machine is noisy for all; of each the fastest counts:
+`--num-requests` prompts of that length fill the pool; none of what they generate fits, so that the last is preempted by
+the others and comes back when they are done. The same engine serves the load with preemption forced to swap, forced to
+recompute, and left to the measured costs ("auto"), in turns, so that a noisy machine is noisy for all; of each the
+fastest counts:
 
   swap_s, recompute_s, auto_s   seconds for the whole load
   auto_over_best                auto_s ÷ the smaller of the other two
@@ -43,9 +43,9 @@ def serve(engine: Engine, mode: str, length: int, num_requests: int, max_tokens:
     return seconds, [after[name] - before[name] for name in COUNTERS]
 
 
-def measure(engine: Engine, length: int, pool_tokens: int, max_tokens: int, repeat: int) -> dict:
+def measure(engine: Engine, length: int, num_requests: int, max_tokens: int, repeat: int) -> dict:
     """The JSON line of one length. The first run of each mode compiles what it needs, and is not counted."""
-    num_requests, seconds, counts = pool_tokens // length, {mode: [] for mode in MODES}, {}
+    seconds, counts = {mode: [] for mode in MODES}, {}
     for i in range(repeat + 1):
         for mode in MODES:
             took, counts[mode] = serve(engine, mode, length, num_requests, max_tokens)
@@ -68,25 +68,26 @@ def measure(engine: Engine, length: int, pool_tokens: int, max_tokens: int, repe
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", nargs="+", type=int, default=[64, 256, 1024], metavar="TOKENS")
-    parser.add_argument("--pool-tokens", type=int, default=2048, help="tokens that the pool holds")
+    parser.add_argument("--num-requests", type=int, default=2, help="prompts of that length that the pool holds")
     parser.add_argument("--max-tokens", type=int, default=24, help="tokens that each request generates")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
-    if wrong := [length for length in args.lengths if length % 16 or length > args.pool_tokens // 2]:
-        parser.error(f"--lengths {wrong}: multiples of 16, of which two or more fit --pool-tokens {args.pool_tokens}")
+    if wrong := [length for length in args.lengths if length % 16 or length < 16]:
+        parser.error(f"--lengths {wrong}: give multiples of 16, the tokens of a block")
+    if args.num_requests < 2 or not 1 < args.max_tokens <= min(args.lengths):
+        parser.error("preemption takes two requests or more, and --max-tokens from 2 to the least of --lengths")
     settings = {"dtype": args.dtype, "quantization": args.quantization, "enable_prefix_caching": False}
-    most_tokens = max(args.lengths) + args.max_tokens
-    with Engine(
-        args.model, **settings, max_model_len=most_tokens, num_device_blocks=args.pool_tokens // 16, num_decode_steps=1
-    ) as engine:
-        where = {"dtype": engine.config.dtype, "quantization": args.quantization, "platform": jax.default_backend()}
-        where |= {"jax": jax.__version__, "python": platform.python_version()}
-        for length in args.lengths:
-            line = measure(engine, length, args.pool_tokens, args.max_tokens, args.repeat)
-            print(json.dumps(line | where), flush=True)
+    settings |= {"num_decode_steps": 1, "max_num_seqs": args.num_requests}
+    where = {"quantization": args.quantization, "platform": jax.default_backend()}
+    where |= {"jax": jax.__version__, "python": platform.python_version()}
+    for length in args.lengths:
+        sizes = {"max_model_len": length + args.max_tokens, "num_device_blocks": args.num_requests * length // 16}
+        with Engine(args.model, **settings, **sizes) as engine:
+            line = measure(engine, length, args.num_requests, args.max_tokens, args.repeat)
+            print(json.dumps(line | {"dtype": engine.config.dtype} | where), flush=True)
     return 0
 
 
