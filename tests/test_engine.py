@@ -555,7 +555,7 @@ def test_a_thousand_requests_with_random_aborts_in_a_tiny_pool_leave_every_block
 def test_close_gives_the_devices_memory_back():
     gc.collect()
     before = sum(a.nbytes for a in jax.live_arrays())
-    for _ in range(3):
+    for _ in range(10):
         engine = Engine(tiny.model_directory(), **SETTINGS)
         generate(engine, [5, 6, 7], greedy(2))
         assert sum(a.nbytes for a in jax.live_arrays()) > before
@@ -569,6 +569,29 @@ def test_close_gives_the_devices_memory_back():
             engine.add_request([5])
 
 
+def test_an_engine_that_is_forgotten_gives_the_devices_memory_back():
+    gc.collect()
+    before = sum(a.nbytes for a in jax.live_arrays())
+    for _ in range(3):
+        generate(Engine(tiny.model_directory(), **SETTINGS), [5, 6, 7], greedy(2))
+        gc.collect()
+        assert sum(a.nbytes for a in jax.live_arrays()) == before
+
+
+def test_two_engines_side_by_side_serve_what_each_serves_alone():
+    prompts = [prompt_of(20, seed=310), prompt_of(33, seed=311)]
+    with Engine(tiny.model_directory(), **SETTINGS) as one, Engine(tiny.model_directory(), **SETTINGS) as other:
+        engines = {one: prompts[0], other: prompts[1]}
+        for engine, prompt in engines.items():
+            engine.add_request(prompt, greedy(12))
+        outputs = {}
+        while len(outputs) < 2:
+            for engine in engines:
+                outputs |= {engine: output for output in engine.step() if output.finished}
+        for engine, prompt in engines.items():
+            assert outputs[engine].outputs[0].token_ids == tiny.naive_greedy(prompt, 12)
+
+
 def test_the_memory_report_adds_up():
     with Engine(tiny.model_directory(), kv_cache_memory_bytes=1_000_000, max_num_seqs=8) as engine:
         generate(engine, [5, 6, 7], greedy(2))
@@ -577,11 +600,12 @@ def test_the_memory_report_adds_up():
         assert report.bytes_per_block == per_block and report.num_device_blocks == 1_000_000 // per_block
         assert report.kv_pool == (report.num_device_blocks + 1) * per_block
         assert report.weights == sum(t.nbytes for t in tiny.tensors().values())
-        assert report.num_host_blocks == 4 * 2**30 // per_block
+        assert report.num_host_blocks == 8 * 512 // 16, "all requests at full length, for which 4 GiB are enough"
+        assert report.staging == 3 * 4 * 32 * per_block
         assert report.temporaries > 0
-        parts = report.weights + report.kv_pool + report.temporaries + report.state + report.other + report.free
-        assert parts == report.limit
-        for text in ("weights", "KV pool", f"{per_block:,} bytes", "reserved, preemption recomputes"):
+        parts = report.weights + report.kv_pool + report.temporaries + report.state + report.staging + report.other
+        assert parts + report.free == report.limit
+        for text in ("weights", "KV pool", f"{per_block:,} bytes", "host blocks: 256"):
             assert text in str(report)
 
 
@@ -616,8 +640,10 @@ def test_a_full_warm_up_compiles_every_step_ahead_and_strict_refuses_any_other(m
     params = SamplingParams(n=2, max_tokens=20, logprobs=3, temperature=1.0, seed=1)
     with Engine(tiny.model_directory(), warmup="strict", **settings) as engine:
         ahead = [step["shape"] for step in engine.stats()["compiled_steps"]]
+        updates = [(8, "RowUpdates"), (8, "BlockUpdates"), (8, "BlockCopies")]
+        updates += [(n, kind) for n in (4, 32) for kind in ("SwapOut", "SwapIn")]
         steps = [f"{kind}{b}, up to 20 logprobs" for kind in ("decode of ", "prefill of 16×") for b in (1, 2)]
-        assert sorted(ahead) == sorted([*steps, "8 RowUpdates", "8 BlockUpdates", "8 BlockCopies"])
+        assert sorted(ahead) == sorted([*steps, *(f"{n} {kind}" for n, kind in updates)])
         generate(engine, [prompt_of(40), prompt_of(3), prompt_of(17)], [greedy(20), greedy(20), params])
         assert [step["shape"] for step in engine.stats()["compiled_steps"]] == ahead
         monkeypatch.setattr(engine._runner.compiler, "_compiled", {})
