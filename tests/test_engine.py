@@ -587,7 +587,7 @@ def test_two_engines_side_by_side_serve_what_each_serves_alone():
         outputs = {}
         while len(outputs) < 2:
             for engine in engines:
-                outputs |= {engine: output for output in engine.step() if output.finished}
+                outputs.update((engine, output) for output in engine.step() if output.finished)
         for engine, prompt in engines.items():
             assert outputs[engine].outputs[0].token_ids == tiny.naive_greedy(prompt, 12)
 
