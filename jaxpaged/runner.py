@@ -265,7 +265,8 @@ def largest_shape(buckets: Buckets) -> StepShape:
 class Runner:
     """Executes steps, in order. `scratch_block` is the block beyond the pool that padding points to.
 
-    `seconds_per_swap`: what it takes to move a block to the host and back; None until a first one was.
+    `seconds_per_swap`: what it takes to move a block to the host and back; None where that decides nothing
+    (`preemption_mode`), and until a first one was moved where steps are compiled lazily.
     """
 
     def __init__(
@@ -281,7 +282,7 @@ class Runner:
         self.seconds_per_swap: float | None = None
         if config.warmup in ("full", "strict"):
             self.compiler.compile_all(all_shapes(buckets))
-            if num_host_blocks:
+            if num_host_blocks and config.preemption_mode == "auto":
                 self._measure_swap()
 
     @property
@@ -354,7 +355,7 @@ class Runner:
                 array.delete()
 
     def _swap_out(self, swap: SwapOut):
-        if self.seconds_per_swap is None:
+        if self.seconds_per_swap is None and self._config.preemption_mode == "auto":
             self._measure_swap()
         gather = self.compiler.get(UpdateShape(SwapOut, len(swap.device_block_c)))
         self._host_blocks.store(swap.host_blocks, gather(self._kv, swap.device_block_c))

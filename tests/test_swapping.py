@@ -164,11 +164,17 @@ def test_after_a_step_that_failed_swapped_requests_are_computed_again(engine, mo
     ]
 
 
-def test_costs_are_measured_while_the_engine_runs(engine):
-    assert engine._scheduler.costs is None
+def test_costs_are_measured_where_they_decide():
+    with Engine(tiny.model_directory(), **POOL | {"preemption_mode": "auto"}) as engine:
+        assert engine._scheduler.costs is None
+        serve(engine)
+        costs = engine._scheduler.costs
+        assert 0 < costs.per_token < 1 and 0 < costs.per_block < 1
+
+
+def test_costs_are_not_measured_where_swapping_is_forced(engine):
     serve(engine)
-    costs = engine._scheduler.costs
-    assert 0 < costs.per_token < 1 and 0 < costs.per_block < 1
+    assert engine._scheduler.costs is None
 
 
 def test_an_engine_that_recomputes_takes_no_host_memory():
