@@ -36,7 +36,7 @@ def bits(array) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_swapped_blocks_come_back_bit_equal_and_no_other_block_changes(dtype):
-    kv = random_bits(pool_specs(MODEL, 12, 4, dtype))
+    kv = random_bits(pool_specs(MODEL, 12, 4, dtype, "xla"))
     before = [bits(pool).copy() for pool in jax.tree.leaves(kv)]
     host = HostBlocks(swap_spec(kv, 6))
     host.store(np.array([5, 0, 3]), jax.jit(gather_blocks)(kv, np.array([7, 2, 11, 12])))
@@ -51,7 +51,7 @@ def test_swapped_blocks_come_back_bit_equal_and_no_other_block_changes(dtype):
 
 
 def test_blocks_that_are_overwritten_on_the_host_hold_what_was_stored_last():
-    kv = random_bits(pool_specs(MODEL, 12, 4, "float32"))
+    kv = random_bits(pool_specs(MODEL, 12, 4, "float32", "xla"))
     host = HostBlocks(swap_spec(kv, 2))
     for block in range(10):
         host.store(np.array([0]), jax.jit(gather_blocks)(kv, np.array([block])))
@@ -61,7 +61,7 @@ def test_blocks_that_are_overwritten_on_the_host_hold_what_was_stored_last():
 
 def test_a_swap_to_the_device_is_in_place_and_one_to_the_host_takes_what_it_moves():
     for num_blocks in (4000, 8000):
-        kv, ids = pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32"), jax.ShapeDtypeStruct((8,), jnp.int32)
+        kv, ids = pool_specs(MODEL, num_blocks, BLOCK_SIZE, "float32", "xla"), jax.ShapeDtypeStruct((8,), jnp.int32)
         scatter = jax.jit(scatter_blocks, donate_argnums=0).lower(kv, ids, swap_spec(kv, 8)).compile()
         gather = jax.jit(gather_blocks).lower(kv, ids).compile()
         assert scatter.memory_analysis().alias_size_in_bytes == size_of(kv)
