@@ -319,8 +319,9 @@ class Runner:
         return drawn
 
     def is_compiled(self, inputs: StepInputs) -> bool:
-        """Whether `launch` would have nothing to compile but updates, which take no time."""
-        return self.compiler.has(_shape_of(inputs))
+        """Whether `launch` would have nothing to compile but updates of state, which take no time."""
+        swaps = [UpdateShape(type(swap), len(swap.device_block_c)) for swap in (*inputs.swaps_out, *inputs.swaps_in)]
+        return all(map(self.compiler.has, (_shape_of(inputs), *swaps)))
 
     def wait(self, drawn: steps.Drawn) -> StepOutput:
         """What a step has drawn, when it is done. Raises what went wrong on the device."""

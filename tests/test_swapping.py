@@ -34,9 +34,11 @@ def bits(array) -> np.ndarray:
     return np.asarray(array).view(f"u{array.dtype.itemsize}")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_swapped_blocks_come_back_bit_equal_and_no_other_block_changes(dtype):
-    kv = random_bits(pool_specs(MODEL, 12, 4, dtype, "xla"))
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [("float32", "xla"), ("bfloat16", "xla"), ("float16", "xla"), ("bfloat16", "pallas_tpu")]
+)
+def test_swapped_blocks_come_back_bit_equal_and_no_other_block_changes(dtype, backend):
+    kv = random_bits(pool_specs(MODEL, 12, 4, dtype, backend))
     before = [bits(pool).copy() for pool in jax.tree.leaves(kv)]
     host = HostBlocks(swap_spec(kv, 6))
     host.store(np.array([5, 0, 3]), jax.jit(gather_blocks)(kv, np.array([7, 2, 11, 12])))
