@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from jaxpaged.config import EngineConfig
-from jaxpaged.memory import SWAP_SIZES, blocks_for
+from jaxpaged.memory import blocks_for, swap_sizes
 from jaxpaged.step_data import (
     MAX_STOP_IDS,
     NOT_DRAWN,
@@ -80,7 +80,7 @@ def make_buckets(config: EngineConfig) -> Buckets:
         requests=tuple(sorted({b for b in sizes if least_requests <= b <= most_requests})),
         logprobs=tuple(sorted({min(20, config.max_logprobs), config.max_logprobs})),
         updates=_update_sizes(max(config.max_num_seqs, most_new_blocks)),
-        swaps=() if config.preemption_mode == "recompute" or config.swap_space == 0 else SWAP_SIZES,
+        swaps=swap_sizes(config),
         max_draws=max_draws,
         max_blocks=blocks_for(config.max_model_len, config.block_size),
         num_rows=config.max_num_seqs + 1,

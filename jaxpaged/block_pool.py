@@ -198,13 +198,9 @@ class SwapSpace:
         The first `num_full` are full, never written again: only those can serve for a later `swap_out`.
         """
         twins = [self._host_twin(block_id) for block_id in block_ids]
-        held = [block_id for block_id in twins if block_id is not None]
-        num_new = len(twins) - len(held)
-        if num_new > self.host.num_available - self.host.num_unheld(held):
+        host_block_ids = _twins_or_new(self.host, twins, len(twins))
+        if host_block_ids is None:
             return None
-        self.host.share(held)
-        new = iter(self.host.allocate(num_new))
-        host_block_ids = [next(new) if twin is None else twin for twin in twins]
         copies = []
         for i, (block_id, host_block_id) in enumerate(zip(block_ids, host_block_ids, strict=True)):
             if twins[i] is None:
@@ -221,13 +217,9 @@ class SwapSpace:
         None, and nothing done, where the device has no room for `num_blocks` blocks in all.
         """
         twins = [self._device_twin(block_id) for block_id in host_block_ids]
-        held = [block_id for block_id in twins if block_id is not None]
-        num_new = num_blocks - len(held)
-        if num_new > self.device.num_available - self.device.num_unheld(held):
+        block_ids = _twins_or_new(self.device, twins, num_blocks)
+        if block_ids is None:
             return None
-        self.device.share(held)
-        new = iter(self.device.allocate(len(twins) - len(held)))
-        block_ids = [next(new) if twin is None else twin for twin in twins]
         copies = []
         for i, (host_block_id, block_id) in enumerate(zip(host_block_ids, block_ids, strict=True)):
             if twins[i] is None:
@@ -260,3 +252,16 @@ class SwapSpace:
             self.device.generations[twins.device_block] == twins.device_generation
             and self.host.generations[twins.host_block] == twins.host_generation
         )
+
+
+def _twins_or_new(pool: BlockPool, twins: Sequence[int | None], num_blocks: int) -> list[int] | None:
+    """The twins, and new blocks in place of those that are None, with a reference each.
+
+    None, and nothing done, where the pool has no room for `num_blocks` blocks in all, those included.
+    """
+    held = [block_id for block_id in twins if block_id is not None]
+    if num_blocks - len(held) > pool.num_available - pool.num_unheld(held):
+        return None
+    pool.share(held)
+    new = iter(pool.allocate(len(twins) - len(held)))
+    return [next(new) if twin is None else twin for twin in twins]

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from jaxpaged import batch, memory
 from jaxpaged.checkpoints import ModelSource, load_weights, open_model
-from jaxpaged.config import EngineConfig, ModelConfig, resolve
+from jaxpaged.config import DeviceFacts, EngineConfig, ModelConfig, resolve
 from jaxpaged.memory import MemoryReport, PreemptionCosts
 from jaxpaged.models.weights import param_specs, weight_bytes
 from jaxpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -120,7 +120,7 @@ class Engine:
             logger.warning(swap_warning)
         self._tokenizer = _load_tokenizer(tokenizer, source)
         weights = load_weights(source, config.dtype, config.quantization, seed=config.seed)
-        self.config = self._size_pool(given, config, facts, weights)
+        self.config = self._size_pool(given, config, facts)
         self._facts = facts
         self._buckets = batch.make_buckets(self.config)
         num_host_blocks = memory.decide_num_host_blocks(self.config, source.config)
@@ -351,13 +351,13 @@ class Engine:
             raise RuntimeError("the engine is closed; make a new one")
         return self._runner
 
-    def _size_pool(self, given: EngineConfig, config: EngineConfig, facts, weights) -> EngineConfig:
+    def _size_pool(self, given: EngineConfig, config: EngineConfig, facts: DeviceFacts) -> EngineConfig:
         """The config with the number of device blocks and a max_model_len that they can hold."""
         temporaries, state = 0, 0
         is_measured = config.num_device_blocks is None and config.kv_cache_memory_bytes is None
         if is_measured and facts.platform != "cpu":
             buckets = batch.make_buckets(config)
-            compiler = StepCompiler(config, self.model_config, weights, buckets, num_blocks=1)
+            compiler = StepCompiler(config, self.model_config, buckets, num_blocks=1)
             compiler.get(largest_shape(buckets))
             temporaries, state = compiler.temporaries, compiler.state_bytes
         num_blocks = memory.decide_num_device_blocks(

@@ -49,25 +49,28 @@ def decide_num_host_blocks(engine: EngineConfig, model: ModelConfig) -> int:
     """Number of blocks of the host pool, from a resolved config: what swap_space holds, but no more than all requests
     that can be under way have at their full length. None where preempted requests are always recomputed."""
     assert isinstance(engine.block_size, int) and engine.max_model_len is not None
-    if engine.preemption_mode == "recompute":
+    if not swap_sizes(engine):
         return 0
     most = engine.max_num_seqs * blocks_for(engine.max_model_len, engine.block_size)
     return min(num_host_blocks(engine.swap_space, block_bytes(model, engine.block_size, engine.dtype)), most)
 
 
-SWAP_SIZES = (4, 32)
-"""Blocks that are swapped in one call. Padding is moved as well: at most 3 blocks a step, each way."""
+_SWAP_SIZES = (4, 32)
+"""Padding is moved as well: at most 3 blocks a step, each way."""
 
 MOST_STAGED = 4
 """Calls whose blocks are under way at once, to the host; and to the device, before a step."""
 
 
+def swap_sizes(engine: EngineConfig) -> tuple[int, ...]:
+    """Blocks that are swapped in one call, ascending; none where preempted requests are always recomputed."""
+    return () if engine.preemption_mode == "recompute" or engine.swap_space == 0 else _SWAP_SIZES
+
+
 def swap_staging_bytes(engine: EngineConfig, bytes_per_block: int) -> int:
     """Most bytes of device memory that blocks take which are under way to the host, and to the device before each of
     two steps in flight."""
-    if engine.preemption_mode == "recompute" or engine.swap_space == 0:
-        return 0
-    return 3 * MOST_STAGED * SWAP_SIZES[-1] * bytes_per_block
+    return 3 * MOST_STAGED * max(swap_sizes(engine), default=0) * bytes_per_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ def decide_num_device_blocks(
     """
     assert isinstance(engine.block_size, int) and engine.max_model_len is not None
     per_block = block_bytes(model, engine.block_size, engine.dtype)
+    staging = swap_staging_bytes(engine, per_block)
     if engine.num_device_blocks is not None:
         return engine.num_device_blocks
     if engine.kv_cache_memory_bytes is not None:
@@ -109,13 +113,13 @@ def decide_num_device_blocks(
         )
     else:
         usable = int(device.memory_limit * engine.gpu_memory_utilization)
-        staging = swap_staging_bytes(engine, per_block)
         num_blocks = (usable - weights - temporaries - state - staging - device.memory_in_use) // per_block
     if num_blocks < 1:
         raise ValueError(
             f"no memory is left for the KV pool: of {device.memory_limit} bytes, weights take {weights}, temporaries "
-            f"{temporaries}, step state {state}, others {device.memory_in_use}, and one block needs {per_block}; "
-            "raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or use a larger device"
+            f"{temporaries}, step state {state}, swapping {staging}, others {device.memory_in_use}, and one block "
+            f"needs {per_block}; raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, set "
+            "preemption_mode='recompute', or use a larger device"
         )
     return num_blocks
 

@@ -31,7 +31,7 @@ from jaxpaged.kv_cache import (
     swap_spec,
 )
 from jaxpaged.memory import MOST_STAGED
-from jaxpaged.models.weights import Weights
+from jaxpaged.models.weights import Weights, map_specs, param_specs
 from jaxpaged.step_data import (
     MAX_STOP_IDS,
     BlockCopies,
@@ -145,7 +145,7 @@ class StepCompiler:
     Works on shapes alone: no array is made. With warmup="strict" what `compile_all` was not asked for is an error.
     """
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, weights: Weights, buckets: Buckets, num_blocks: int):
+    def __init__(self, config: EngineConfig, model: ModelConfig, buckets: Buckets, num_blocks: int):
         assert isinstance(config.block_size, int)
         self.ledger: list[CompileRecord] = []
         self._compiled: dict[StepShape | UpdateShape, Any] = {}
@@ -156,7 +156,8 @@ class StepCompiler:
             "backend": config.attention_backend,
             "max_model_len": config.max_model_len,
         }
-        self._weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)
+        specs = param_specs(model, config.dtype, config.quantization)
+        self._weights = map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), specs)
         self._kv = pool_specs(model, num_blocks, config.block_size, config.dtype, config.attention_backend)
         self._state = jax.eval_shape(
             functools.partial(steps.make_row_state, buckets.num_rows, buckets.max_blocks, num_blocks)
@@ -275,7 +276,7 @@ class Runner:
         assert config.num_device_blocks is not None
         self.scratch_block = config.num_device_blocks
         self.weights = weights
-        self.compiler = StepCompiler(config, model, weights, buckets, config.num_device_blocks)
+        self.compiler = StepCompiler(config, model, buckets, config.num_device_blocks)
         self._config, self._model, self._buckets = config, model, buckets
         self._make_state()
         self._host_blocks = HostBlocks(swap_spec(self._kv, num_host_blocks))

@@ -162,7 +162,7 @@ def compile_step(target: Target, model: ModelConfig, kind: str, num_layers: int,
         partition = PartitionSpec(*(axis if name in split else None for name in spec.axes))
         return target.placed(jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), partition)
 
-    compiler = StepCompiler(config, model, map_specs(weight, specs), make_buckets(config), num_blocks)
+    compiler = StepCompiler(config, model, make_buckets(config), num_blocks)
     compiler._weights = map_specs(weight, specs)
     compiler._state = target.placed(compiler._state)
     compiler._kv = target.placed(compiler._kv, PartitionSpec(None, None, axis))

@@ -20,15 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from generate import add_flags
 
 from jaxpaged import batch, memory
 from jaxpaged.checkpoints import open_model
 from jaxpaged.config import GIB, DeviceFacts, EngineConfig, ModelConfig, resolve
 from jaxpaged.memory import MemoryReport
-from jaxpaged.models.weights import Weights, map_specs, param_specs, weight_bytes
+from jaxpaged.models.weights import param_specs, weight_bytes
 from jaxpaged.runner import StepCompiler, device_facts, largest_shape
 
 
@@ -78,12 +76,6 @@ def facts_of(name: str) -> DeviceFacts:
     )  # fmt: skip
 
 
-def abstract_weights(model: ModelConfig, config: EngineConfig) -> Weights:
-    """Shapes and dtypes of the weights."""
-    specs = param_specs(model, config.dtype, config.quantization)
-    return map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), specs)
-
-
 def estimated_temporaries(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes: of a step of the whole token budget, its residual, the widest activations going in and out of a product in
     float32, and three copies of the logits."""
@@ -98,7 +90,7 @@ def partition(model: ModelConfig, given: EngineConfig, facts: DeviceFacts, *, is
     config = resolve(given, model, facts)
     weights = weight_bytes(param_specs(model, config.dtype, config.quantization))
     buckets = batch.make_buckets(config)
-    compiler = StepCompiler(config, model, abstract_weights(model, config), buckets, num_blocks=1)
+    compiler = StepCompiler(config, model, buckets, num_blocks=1)
     temporaries = estimated_temporaries(model, config)
     if is_compiled:
         compiler.get(largest_shape(buckets))

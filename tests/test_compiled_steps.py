@@ -14,7 +14,7 @@ from jaxpaged import steps
 from jaxpaged.batch import make_buckets
 from jaxpaged.config import EngineConfig
 from jaxpaged.kv_cache import copy_blocks, pool_specs
-from jaxpaged.models.weights import map_specs, param_specs
+from jaxpaged.models.weights import param_specs
 from jaxpaged.runner import StepCompiler, StepShape
 
 MODEL = dataclasses.replace(tiny.CONFIG, num_layers=3)
@@ -33,8 +33,7 @@ def compiler(num_blocks: int, num_decode_steps: int = 8) -> StepCompiler:
         num_device_blocks=num_blocks,
         num_decode_steps=num_decode_steps,
     )
-    weights = map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype)), param_specs(MODEL, "float32"))
-    return StepCompiler(config, MODEL, weights, make_buckets(config), num_blocks)
+    return StepCompiler(config, MODEL, make_buckets(config), num_blocks)
 
 
 def size_of(tree) -> int:

@@ -19,7 +19,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.kv_cache import make_pool
 from jaxpaged.models import decoder, int8, layers
 from jaxpaged.models.int8 import Int8Matrix, quantize
-from jaxpaged.models.weights import map_specs, param_specs, weight_bytes
+from jaxpaged.models.weights import param_specs, weight_bytes
 from jaxpaged.runner import StepCompiler, StepShape
 
 GOLDENS = Path(__file__).parent / "data" / "goldens"
@@ -312,9 +312,7 @@ def compiled_step(shape: StepShape, num_blocks=100, dtype="float32"):
         attention_backend="xla",
         num_device_blocks=num_blocks,
     )
-    specs = param_specs(in_place.MODEL, dtype, "int8")
-    weights = map_specs(lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(s.dtype)), specs)
-    return StepCompiler(config, in_place.MODEL, weights, make_buckets(config), num_blocks).lower(shape).compile()
+    return StepCompiler(config, in_place.MODEL, make_buckets(config), num_blocks).lower(shape).compile()
 
 
 # 96 tokens give activations no shape of a weight.
