@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,29 +20,21 @@ from tqdm import tqdm
 
 from jaxpaged import batch, memory
 from jaxpaged.checkpoints import ModelSource, load_weights, open_model
+from jaxpaged.completions import Completions
 from jaxpaged.config import DeviceFacts, EngineConfig, ModelConfig, resolve
 from jaxpaged.memory import MemoryReport, PreemptionCosts
 from jaxpaged.models.weights import param_specs, weight_bytes
-from jaxpaged.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from jaxpaged.outputs import RequestOutput
+from jaxpaged.prompts import Prompt, as_list, check_token_ids, needed, text_of, tokenize
 from jaxpaged.request import Request
 from jaxpaged.runner import Runner, StepCompiler, device_facts, largest_shape, use_compilation_cache
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.scheduler import Scheduler
 from jaxpaged.step_data import NOT_DRAWN, ScheduledStep, StepInputs, StepOutput
 from jaxpaged.steps import Drawn
-from jaxpaged.tokenizer import (
-    Detokenizer,
-    GGUFTokenizer,
-    Tokenizer,
-    decode_token,
-    encode,
-    encode_chat,
-    load_tokenizer,
-)
+from jaxpaged.tokenizer import GGUFTokenizer, Tokenizer, encode_chat, load_tokenizer
 
 logger = logging.getLogger("jaxpaged")
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _WEIGHTS_VERSION = 0
 
@@ -67,26 +59,6 @@ class _Built:
     scheduled: ScheduledStep
     inputs: StepInputs
     seconds: float
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Group:
-    """What one `add_request` asked for: a request for each completion, and their text so far."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    output_kind: RequestOutputKind
-    members: list[Request]
-    detokenizers: list[Detokenizer | None]
-    num_tokens_sent: list[int]
-    num_chars_sent: list[int]
-    error: str | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        return all(member.is_finished for member in self.members)
 
 
 class Engine:
@@ -128,7 +100,7 @@ class Engine:
         digest_context = repr((_WEIGHTS_VERSION, None, None)).encode()
         self._scheduler = Scheduler(self.config, digest_context, num_host_blocks)
 
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, Completions] = {}
         self._ids = itertools.count()
         self._arrivals = itertools.count()
         self._seeds = np.random.default_rng(self.config.seed % 2**64)
@@ -167,7 +139,7 @@ class Engine:
         output with `error` in its place, and the others are served. ValueError for wrong parameters, before anything
         is queued.
         """
-        prompts = _as_list(prompts)
+        prompts = as_list(prompts)
         all_params = self._params_for(prompts, sampling_params)
         for params in all_params:
             self._check_params(params)
@@ -249,7 +221,7 @@ class Engine:
         group = self._groups.get(request_id)
         if group is None:
             return None
-        self._finish(group)
+        group.abort(self._scheduler)
         return self._output(group, RequestOutputKind.CUMULATIVE)
 
     # ---- what there is to know
@@ -260,9 +232,8 @@ class Engine:
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer in use, a Hugging Face tokenizer unless the caller gave another. ValueError for none."""
-        if self._tokenizer is None:
-            raise ValueError("the model has no tokenizer: give token ids, or Engine(..., tokenizer=...)")
-        return self._tokenizer.hugging_face if isinstance(self._tokenizer, GGUFTokenizer) else self._tokenizer
+        tokenizer = needed(self._tokenizer)
+        return tokenizer.hugging_face if isinstance(tokenizer, GGUFTokenizer) else tokenizer
 
     def stats(self) -> dict[str, Any]:
         """Counters since the engine's start, the state of queues and blocks, and the ledger of compiled steps."""
@@ -422,10 +393,10 @@ class Engine:
 
     def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, output_kind: RequestOutputKind):
         _ = self._live_runner
-        text, token_ids = self._tokenize(prompt)
-        self._check_prompt(token_ids)
         max_model_len = self.config.max_model_len
         assert max_model_len is not None
+        token_ids = tokenize(prompt, self._tokenizer)
+        check_token_ids(token_ids, max_model_len, self.model_config.vocab_size)
         room = max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = None if params.seed is None else params.seed % 2**64
@@ -444,78 +415,14 @@ class Engine:
             for child in range(params.n)
         ]
         members[0].siblings = members[1:]
-        detokenizers = [self._detokenizer(token_ids, params) for _ in members]
+        group = Completions(request_id, text_of(prompt), params, output_kind, members, self._tokenizer)
         self._scheduler.add(members[0])
         if seed is None:
             seed = int(self._seeds.integers(2**64, dtype=np.uint64))
             for member in members:
                 member.seed = seed
-        group = _Group(
-            request_id=request_id,
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
-            output_kind=output_kind,
-            members=members,
-            detokenizers=detokenizers,
-            num_tokens_sent=[0] * params.n,
-            num_chars_sent=[0] * params.n,
-        )
         self._groups[request_id] = group
         self._totals["num_prompt_tokens"] += len(token_ids)
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(text if it was given, token ids) of a prompt. ValueError for anything that is not a prompt."""
-        if isinstance(prompt, Mapping):
-            known = ("prompt", "prompt_token_ids", "messages")
-            if not prompt or any(key not in known for key in prompt):
-                raise ValueError(f"a prompt has one of the keys {', '.join(known)}, not {list(prompt)}")
-            if "messages" in prompt:
-                if len(prompt) > 1:
-                    raise ValueError(f'"messages" stands alone in a prompt, not with {list(prompt)}')
-                return None, self.encode_chat(prompt["messages"])
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"])
-            prompt = prompt["prompt"]
-            if not isinstance(prompt, str):
-                raise ValueError(
-                    f'"prompt" must be text, not {type(prompt).__name__}; token ids go in "prompt_token_ids"'
-                )
-        if isinstance(prompt, str):
-            if not prompt:
-                raise ValueError("the prompt is empty; give at least one token")
-            if self._tokenizer is None:
-                raise ValueError("the model has no tokenizer: give token ids, or Engine(..., tokenizer=...)")
-            return prompt, encode(self._tokenizer, prompt)
-        return None, _token_ids(prompt)
-
-    def _check_prompt(self, token_ids: list[int]):
-        max_model_len, vocab_size = self.config.max_model_len, self.model_config.vocab_size
-        assert max_model_len is not None
-        if not token_ids:
-            raise ValueError("the prompt is empty; give at least one token")
-        if len(token_ids) >= max_model_len:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens, but max_model_len={max_model_len} must hold it and at least "
-                "one new token; shorten the prompt or raise max_model_len"
-            )
-        wrong = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
-        if wrong:
-            raise ValueError(f"token ids {wrong[:5]} are outside the vocabulary, 0 to {vocab_size - 1}")
-
-    def _detokenizer(self, prompt_token_ids: list[int], params: SamplingParams) -> Detokenizer | None:
-        if self._tokenizer is None or not params.detokenize:
-            return None
-        try:
-            return Detokenizer(
-                self._tokenizer,
-                prompt_token_ids,
-                stop=params.stop or (),
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-            )
-        except Exception as error:  # the caller's tokenizer has exceptions of its own
-            raise ValueError(f"{type(self._tokenizer).__name__}.decode cannot take the prompt: {error}") from error
 
     def _step(self):
         """Keeps steps in flight, waits for the oldest, and leaves what there is to tell of it in `_undelivered`."""
@@ -645,60 +552,21 @@ class Engine:
         elif step["wait_s"] > 4 * host_s:
             self._num_draws = max(self._num_draws // 2, 1)
 
-    def _group_of(self, request: Request) -> _Group:
+    def _group_of(self, request: Request) -> Completions:
         return self._groups[request.id if request.parent_id is None else request.parent_id]
 
     def _tell_of(self, updated: list[tuple[Request, int]]) -> dict[Request, int]:
         """Makes text of new tokens, keeps what is to be told of their requests, returns how many tokens each keeps."""
         groups = dict.fromkeys(self._group_of(request) for request, _ in updated)
-        kept = {request: self._detokenize(request, num_tokens) for request, num_tokens in updated}
+        kept = {
+            request: self._group_of(request).take(request, num_tokens, self._scheduler)
+            for request, num_tokens in updated
+        }
         for group in groups:
             self._tell(group)
         return kept
 
-    def _detokenize(self, request: Request, num_tokens: int) -> int:
-        """Adds the text of the last `num_tokens`; returns how many of them are kept.
-
-        A stop string ends the request at its token, a tokenizer that fails ends the request's group.
-        """
-        group = self._group_of(request)
-        detokenizer = group.detokenizers[request.child]
-        num_known = len(request.token_ids)
-        for i in range(num_known - num_tokens, num_known):
-            token_ids = request.token_ids[i : i + 1]
-            try:
-                if request.logprobs and self._tokenizer is not None:
-                    self._decode_logprobs(request.logprobs[i - request.num_prompt_tokens])
-                if detokenizer is None:
-                    continue
-                is_end = request.is_ended_by_token and i == num_known - 1
-                stop = detokenizer.append(token_ids, ended_by_token=is_end)
-            except Exception as error:  # the caller's tokenizer has exceptions of its own; other requests go on
-                group.error = f"{type(self._tokenizer).__name__}.decode cannot take {token_ids}: {error}"
-                self._finish(group)
-                break
-            if stop is not None:
-                request.stop_at(i + 1, stop)
-                if not request.is_finished:
-                    self._scheduler.finish(request)
-                break
-        return num_tokens - num_known + len(request.token_ids)
-
-    def _decode_logprobs(self, token_id_to_logprob: dict[int, Logprob]):
-        assert self._tokenizer is not None
-        for token_id, logprob in token_id_to_logprob.items():
-            text = decode_token(self._tokenizer, token_id)
-            token_id_to_logprob[token_id] = replace(logprob, decoded_token=text)
-
-    def _finish(self, group: _Group):
-        """Ends all of a group that is not at its end."""
-        for member in group.members:
-            if not member.is_finished:
-                for ended in (member, *member.siblings):
-                    ended.finish_reason = "abort"
-                self._scheduler.finish(member)
-
-    def _tell(self, group: _Group):
+    def _tell(self, group: Completions):
         """Keeps what is to be told of a group for whoever asks next; a cumulative output replaces the one before."""
         output = self._output(group, group.output_kind)
         if output is not None:
@@ -707,60 +575,12 @@ class Engine:
                 kept.clear()
             kept.append(output)
 
-    def _output(self, group: _Group, kind: RequestOutputKind) -> RequestOutput | None:
+    def _output(self, group: Completions, kind: RequestOutputKind) -> RequestOutput | None:
         """What is to be told of a group now, None for nothing; a finished group is forgotten."""
         if group.is_finished:
             del self._groups[group.request_id]
             self._totals["num_finished"] += 1
-        elif kind is RequestOutputKind.FINAL_ONLY:
-            return None
-        completions = [
-            completion
-            for i in range(len(group.members))
-            if (completion := self._completion(group, i, kind)) is not None
-        ]
-        if group.error is not None:
-            completions = []
-        first = group.members[0]
-        times = [m.first_token_time for m in group.members if m.first_token_time is not None]
-        ends = [m.finished_time for m in group.members if m.finished_time is not None]
-        return RequestOutput(
-            request_id=group.request_id,
-            prompt=group.prompt,
-            prompt_token_ids=group.prompt_token_ids,
-            outputs=completions,
-            finished=group.is_finished,
-            error=group.error,
-            num_cached_tokens=first.num_cached_tokens,
-            metrics=RequestMetrics(
-                arrival_time=first.arrival_time,
-                first_scheduled_time=first.first_scheduled_time,
-                first_token_time=min(times, default=None),
-                finished_time=max(ends) if group.is_finished else None,
-                num_preemptions=sum(m.num_preemptions for m in group.members),
-            ),
-        )
-
-    def _completion(self, group: _Group, i: int, kind: RequestOutputKind) -> CompletionOutput | None:
-        """One completion: all of it, or with DELTA what was not told yet (None for nothing new)."""
-        request, detokenizer = group.members[i], group.detokenizers[i]
-        text = detokenizer.text(request.is_finished) if detokenizer is not None else ""
-        first_token = first_char = 0
-        if kind is RequestOutputKind.DELTA:
-            first_token, first_char = group.num_tokens_sent[i], group.num_chars_sent[i]
-            group.num_tokens_sent[i], group.num_chars_sent[i] = request.num_output_tokens, len(text)
-            if first_token == request.num_output_tokens and first_char == len(text) and not group.is_finished:
-                return None
-        wants_logprobs = group.params.logprobs is not None
-        return CompletionOutput(
-            index=i,
-            text=text[first_char:],
-            token_ids=request.token_ids[request.num_prompt_tokens + first_token :],
-            logprobs=request.logprobs[first_token:] if wants_logprobs else None,
-            cumulative_logprob=request.cumulative_logprob if wants_logprobs else None,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-        )
+        return group.output(kind)
 
     def _run_until_finished(self, ids: list[str], outputs: dict[str, RequestOutput], use_tqdm: bool):
         """Steps until all of `ids` have an output; outputs of other requests are kept for `step`."""
@@ -805,30 +625,7 @@ def _load_tokenizer(tokenizer: Any, source: ModelSource) -> Tokenizer | None:
     return tokenizer
 
 
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt, or a sequence of prompts, as a list of prompts."""
-    if isinstance(prompts, (str, bytes, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts={prompts!r} must be a prompt or a list of prompts")
-    prompts = list(prompts)
-    return [prompts] if prompts and all(_is_int(item) for item in prompts) else prompts
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _token_ids(value: Any) -> list[int]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
-        raise ValueError(f"a prompt is text or a list of token ids, not {type(value).__name__}")
-    token_ids = list(value)
-    wrong = [item for item in token_ids if not _is_int(item)]
-    if wrong:
-        raise ValueError(f"a prompt's token ids must be whole numbers, not {wrong[0]!r}")
-    return [int(item) for item in token_ids]
-
-
 def _error_output(request_id: str, prompt: Any, error: str) -> RequestOutput:
-    text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
-    return RequestOutput(request_id=request_id, prompt=text, prompt_token_ids=None, finished=True, error=error)
+    return RequestOutput(
+        request_id=request_id, prompt=text_of(prompt), prompt_token_ids=None, finished=True, error=error
+    )

@@ -340,11 +340,14 @@ class Detokenizer:
             self._add(token_ids[-1])
         return self._matched
 
-    def text(self, finished: bool) -> str:
-        """The visible text. Until finished it lacks the characters that may turn out to begin a stop string."""
+    def text(self, finished: bool, start: int = 0) -> str:
+        """The visible text from character `start` on.
+
+        Until finished it lacks the characters that may turn out to begin a stop string.
+        """
         num_held_back = 0 if finished or self._matched or self._include_stop_str else self._num_before_match
-        self._text.seek(0)
-        return self._text.read(max(0, self._num_visible - num_held_back))
+        self._text.seek(start)
+        return self._text.read(max(0, self._num_visible - num_held_back - start))
 
     def _last_word(self, prompt_token_ids: Sequence[int]) -> tuple[list[int], str]:
         """Tokens near the prompt's end with whole characters, and their text; nothing where there are none.
