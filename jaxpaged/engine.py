@@ -4,12 +4,14 @@ A step: `Scheduler.schedule` says what to compute, `batch.build` makes arrays of
 is done, `Scheduler.update` takes the tokens drawn and detokenizers make text of them, while the next step runs.
 """
 
+import asyncio
+import contextlib
 import itertools
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,8 @@ class Engine:
         self._arrivals = itertools.count()
         self._seeds = np.random.default_rng(self.config.seed % 2**64)
         self._undelivered: dict[str, list[RequestOutput]] = {}
+        self._request_to_news: dict[str, asyncio.Future[None]] = {}
+        self._stepping: asyncio.Task[None] | None = None
         self._start_time = time.monotonic()
         self._totals = dict.fromkeys(
             ("num_steps", "num_prompt_tokens", "num_generated_tokens", "num_finished", "num_scheduled_tokens",
@@ -184,6 +188,27 @@ class Engine:
         next(stream)  # enters its `try`: a stream that is never read is aborted, too
         return stream  # pyright: ignore[reportReturnType]
 
+    async def stream_async(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """`stream` for asyncio: `async for output in engine.stream_async(prompt, params)`, many at once.
+
+        The prompt is queued when the first output is asked for, where ValueError is raised for what cannot be served.
+        A stream that is closed early, or whose task is cancelled, is aborted and its blocks are free at once. The
+        event loop is left to others while the device computes, not while a step is compiled: see `warmup`. All
+        streams of an engine belong to one event loop, in whose thread alone the engine may be used meanwhile.
+        """
+        request_id = self.add_request(prompt, sampling_params)
+        try:
+            while True:
+                for output in self._undelivered.pop(request_id, ()):
+                    yield output
+                if request_id not in self._groups:  # finished, aborted, or given out by `step`
+                    return
+                await self._news_of(request_id)
+        finally:
+            self.abort(request_id)
+
     # ---- step by step
 
     def add_request(
@@ -209,6 +234,7 @@ class Engine:
         """
         self._step()
         undelivered, self._undelivered = self._undelivered, {}
+        self._wake(undelivered)
         return [output for outputs in undelivered.values() for output in outputs]
 
     def has_unfinished_requests(self) -> bool:
@@ -218,6 +244,7 @@ class Engine:
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request and frees its blocks at once; returns what it had, None when it is not (any longer) there."""
         self._undelivered.pop(request_id, None)
+        self._wake([request_id])
         group = self._groups.get(request_id)
         if group is None:
             return None
@@ -426,29 +453,62 @@ class Engine:
 
     def _step(self):
         """Keeps steps in flight, waits for the oldest, and leaves what there is to tell of it in `_undelivered`."""
-        runner = self._live_runner
+        launched = self._oldest_in_flight()
+        if launched is None:
+            return
+        start = time.perf_counter()
+        with self._rewound_when_it_fails(), TraceAnnotation("wait"):
+            output = self._live_runner.wait(launched.drawn)
+        self._digest(launched, output, time.perf_counter() - start)
+
+    async def _step_async(self):
+        """`_step`, whose wait leaves the event loop to others. All but the wait happens in the loop's own thread."""
+        launched = self._oldest_in_flight()
+        if launched is None:
+            return
+        start = time.perf_counter()
         try:
+            output = await asyncio.to_thread(self._live_runner.wait, launched.drawn)
+        except Exception:
+            self._rewind()
+            raise
+        if self._in_flight and self._in_flight[0] is launched:  # no call of `step` or `generate` was faster
+            self._digest(launched, output, time.perf_counter() - start)
+
+    def _oldest_in_flight(self) -> _Launched | None:
+        """Launches what may be in flight, and returns the step that will be done first; None when there is none."""
+        runner = self._live_runner
+        with self._rewound_when_it_fails():
             while len(self._in_flight) < _MAX_IN_FLIGHT and self._launch(runner):
                 pass
-            if not self._in_flight:
-                return
-            launched, start = self._in_flight.popleft(), time.perf_counter()
-            with TraceAnnotation("wait"):
-                output = runner.wait(launched.drawn)
-            waited = time.perf_counter()
-            with TraceAnnotation("update"):
-                updated = self._scheduler.update(launched.scheduled, output)
-        except BaseException:  # Ctrl-C too: nobody knows what the device has written
-            self._forget_steps()
-            self._scheduler.rewind()
-            runner.reset()
-            raise
+        return self._in_flight[0] if self._in_flight else None
+
+    def _digest(self, launched: _Launched, output: StepOutput, wait_s: float):
+        """Takes what the oldest step in flight has drawn, which took `wait_s` seconds to wait for."""
+        start = time.perf_counter()
+        with self._rewound_when_it_fails(), TraceAnnotation("update"):
+            self._in_flight.popleft()
+            updated = self._scheduler.update(launched.scheduled, output)
         digested = time.perf_counter()
         with TraceAnnotation("detokenize"):
             request_to_num_tokens = self._tell_of(updated)
         end = time.perf_counter()
-        times = {"wait_s": waited - start, "update_s": digested - waited, "detokenize_s": end - digested}
+        times = {"wait_s": wait_s, "update_s": digested - start, "detokenize_s": end - digested}
         self._count(launched, output, request_to_num_tokens, times, end)
+
+    @contextlib.contextmanager
+    def _rewound_when_it_fails(self):
+        """After a failure, Ctrl-C too, nobody knows what the device has written: all is computed again."""
+        try:
+            yield
+        except BaseException:
+            self._rewind()
+            raise
+
+    def _rewind(self):
+        self._forget_steps()
+        self._scheduler.rewind()
+        self._live_runner.reset()
 
     def _launch(self, runner: Runner) -> bool:
         """Starts the next step. False when there is none, or none before the steps in flight are done.
@@ -610,6 +670,36 @@ class Engine:
                 self._step()
         finally:
             self.abort(request_id)
+
+    async def _news_of(self, request_id: str):
+        """Waits until there is an output of the request, or it has ended."""
+        loop = asyncio.get_running_loop()
+        self._request_to_news[request_id] = news = loop.create_future()
+        if self._stepping is None or self._stepping.done() or self._stepping.get_loop() is not loop:
+            self._stepping = loop.create_task(self._step_for_news())
+        try:
+            await news
+        finally:
+            self._request_to_news.pop(request_id, None)
+
+    async def _step_for_news(self):
+        """Steps while anybody waits for news; what goes wrong is told to all who wait."""
+        try:
+            while self._request_to_news:
+                await self._step_async()
+                self._wake(self._undelivered.keys() & self._request_to_news.keys())
+        except Exception as error:
+            for news in self._request_to_news.values():
+                if not news.done():
+                    news.set_exception(error)
+            self._request_to_news.clear()
+
+    def _wake(self, request_ids: Iterable[str]):
+        """Tells streams that wait for news of these requests to look for them."""
+        for request_id in request_ids:
+            news = self._request_to_news.pop(request_id, None)
+            if news is not None and not news.done():
+                news.set_result(None)
 
 
 def _load_tokenizer(tokenizer: Any, source: ModelSource) -> Tokenizer | None:
