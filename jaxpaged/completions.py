@@ -45,14 +45,14 @@ class Completions:
         A stop string ends the request at the token that completes it; a tokenizer that fails ends all members.
         """
         detokenizer = self._detokenizers[request.child]
-        if detokenizer is None or self.error is not None:
+        if self._tokenizer is None or detokenizer is None or self.error is not None:
             return num_tokens
         num_known = len(request.token_ids)
         for i in range(num_known - num_tokens, num_known):
             token_ids = request.token_ids[i : i + 1]
             try:
                 if request.logprobs:
-                    self._decode(request.logprobs[i - request.num_prompt_tokens])
+                    decode_logprobs(request.logprobs[i - request.num_prompt_tokens], self._tokenizer)
                 is_end = request.is_ended_by_token and i == num_known - 1
                 stop = detokenizer.append(token_ids, ended_by_token=is_end)
             except Exception as error:  # the caller's tokenizer has exceptions of its own; other requests go on
@@ -86,12 +86,6 @@ class Completions:
             num_cached_tokens=first.num_cached_tokens,
             metrics=metrics_of(self.members),
         )
-
-    def _decode(self, token_id_to_logprob: dict[int, Logprob]):
-        assert self._tokenizer is not None
-        for token_id, logprob in token_id_to_logprob.items():
-            text = decode_token(self._tokenizer, token_id)
-            token_id_to_logprob[token_id] = replace(logprob, decoded_token=text)
 
     def _completion(self, i: int, kind: RequestOutputKind) -> CompletionOutput | None:
         """One completion: all of it, or with DELTA what was not told yet (None for nothing new)."""
@@ -129,9 +123,17 @@ def detokenizer_for(request: Request, tokenizer: Tokenizer | None) -> Detokenize
             stop=params.stop or (),
             include_stop_str_in_output=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+            min_tokens=params.min_tokens,
         )
     except Exception as error:  # the caller's tokenizer has exceptions of its own
         raise ValueError(f"{type(tokenizer).__name__}.decode cannot take the prompt: {error}") from error
+
+
+def decode_logprobs(token_id_to_logprob: dict[int, Logprob], tokenizer: Tokenizer):
+    """Puts the text of each token into its entry."""
+    for token_id, logprob in token_id_to_logprob.items():
+        token_id_to_logprob[token_id] = replace(logprob, decoded_token=decode_token(tokenizer, token_id))
 
 
 def abort(members: Iterable[Request], scheduler: Scheduler):

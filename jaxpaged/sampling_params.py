@@ -25,7 +25,8 @@ class SamplingParams:
     """Sampling parameters of a request, with vLLM's names and defaults. Checked when made (ValueError).
 
     Differences from vLLM, on purpose: a temperature between 0 and 0.01 is used as given instead of being raised
-    to 0.01; a parameter that is not supported yet is refused instead of ignored.
+    to 0.01; a parameter that is not supported yet is refused instead of ignored; a stop string that is a special token
+    ends the text also where special tokens are left out of it, instead of never.
     """
 
     n: int = 1
@@ -41,7 +42,7 @@ class SamplingParams:
     seed: int | None = None
     """Makes the request repeatable. None (or -1) draws one from the engine's seed."""
     stop: str | list[str] | tuple[str, ...] | None = None
-    """Strings that end the text. Kept as a tuple."""
+    """Strings that end the text at the token that completes them; `text` ends before. Kept as a tuple."""
     stop_token_ids: list[int] | tuple[int, ...] | None = None
     """Token ids that end the request; kept in token_ids, not in text. Kept as a tuple."""
     include_stop_str_in_output: bool = False
@@ -56,6 +57,8 @@ class SamplingParams:
     """False leaves text empty."""
     skip_special_tokens: bool = True
     """Leave special tokens out of text."""
+    spaces_between_special_tokens: bool = True
+    """False: no space between special tokens that follow each other, where they show and the tokenizer puts one."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What the outputs of `Engine.step` hold."""
 
@@ -68,7 +71,6 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = _unsupported()
     prompt_logprobs: int | None = _unsupported()
     flat_logprobs: bool = _unsupported(False)
-    spaces_between_special_tokens: bool = _unsupported(True)
     structured_outputs: Any = _unsupported()
     logprob_token_ids: list[int] | None = _unsupported()
     prompt_logprob_token_ids: Any = _unsupported()
@@ -130,7 +132,8 @@ class SamplingParams:
             _whole("logprobs", self.logprobs, -1, 2**31 - 1, "; -1: the whole vocabulary")
 
     def _check_flags(self):
-        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+        flags = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
+        for name in (*flags, "spaces_between_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.output_kind, RequestOutputKind):

@@ -311,9 +311,16 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        min_tokens: int = 0,
     ):
+        special_ids = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self._tokenizer = tokenizer
         self._decode = _decoder(tokenizer, skip_special_tokens)
-        self._invisible_ids = frozenset(getattr(tokenizer, "all_special_ids", ()) if skip_special_tokens else ())
+        self._invisible_ids = special_ids if skip_special_tokens else frozenset()
+        self._joined_ids = frozenset() if spaces_between_special_tokens else special_ids - self._invisible_ids
+        self._last_id = prompt_token_ids[-1] if len(prompt_token_ids) else None
+        self._num_tokens, self._min_tokens = 0, min_tokens
         self._stop = tuple(stop)
         self._include_stop_str = include_stop_str_in_output
         self._num_before_match = max(map(len, self._stop), default=1) - 1
@@ -328,14 +335,17 @@ class Detokenizer:
     def append(self, token_ids: Sequence[int], *, ended_by_token: bool = False) -> str | None:
         """Takes newly generated ids; returns the stop string that completed, if one did, else None.
 
-        Ids after the one that completes a stop string have no text. `ended_by_token`: the last id is the token
+        The first `min_tokens` ids complete none. Ids after the one that completes a stop string have no text. A special
+        token that is a stop string completes it, be it visible or not. `ended_by_token`: the last id is the token
         that ended the request; it shows only with `include_stop_str_in_output`, and completes no stop string.
         """
         for token_id in token_ids[:-1] if ended_by_token else token_ids:
             if self._matched is None:
                 num_visible = self._num_visible
                 self._add(token_id)
-                self._matched = self._find_stop(num_visible)
+                self._num_tokens += 1
+                if self._stop and self._num_tokens > self._min_tokens:
+                    self._matched = self._find_stop(num_visible, token_id)
         if ended_by_token and self._include_stop_str and self._matched is None:
             self._add(token_ids[-1])
         return self._matched
@@ -368,8 +378,11 @@ class Detokenizer:
     def _add(self, token_id: int):
         if token_id in self._invisible_ids:
             return
+        follows_special, self._last_id = self._last_id in self._joined_ids, token_id
         self._pending.append(token_id)
         text = self._pending_text(self._pending)
+        if follows_special and token_id in self._joined_ids and len(self._pending) == 1:
+            text = self._decode(self._pending)
         if text and not text.endswith(REPLACEMENT):
             self._write(text)
             self._settle(len(text))
@@ -409,14 +422,18 @@ class Detokenizer:
     def _settle(self, num_characters: int):
         self._num_settled += num_characters
 
-    def _find_stop(self, num_visible_before: int) -> str | None:
+    def _find_stop(self, num_visible_before: int, last_id: int) -> str | None:
         """The stop string that completes first in the text that became visible; the text is cut there."""
-        if not self._stop or self._num_visible == num_visible_before:
+        if last_id in self._invisible_ids:
+            text = decode_token(self._tokenizer, last_id)
+            return text if text in self._stop else None
+        if self._num_visible == num_visible_before:
             return None
         start = max(0, num_visible_before - self._num_before_match)
         self._text.seek(start)
-        text = self._text.read(self._num_visible - start)
-        ends = [(text.find(stop) + len(stop), stop) for stop in self._stop if stop in text]
+        text, num_old = self._text.read(self._num_visible - start), num_visible_before - start
+        found = [(text.find(stop, max(0, num_old - len(stop) + 1)), stop) for stop in self._stop]
+        ends = [(at + len(stop), stop) for at, stop in found if at >= 0]
         if not ends:
             return None
         end, stop = min(ends, key=lambda match: match[0])

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
+import transformers
 from gguf import GGUFReader
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import models
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxpaged.tokenizer import Detokenizer, decode_token, encode, load_tokenizer, tokenizer_from_gguf
@@ -395,3 +398,89 @@ def test_a_tokens_own_text_is_decoded_alone(smollm2, sentencepiece):
     assert decode_token(smollm2, smollm2.hugging_face.eos_token_id) == "<|im_end|>"
     assert decode_token(sentencepiece, BYTE + 0xE4) == REPLACEMENT
     assert decode_token(ByteTokenizer(), 65) == "A"
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "a\n")])
+def test_a_newline_as_stop_string_ends_the_text_inside_a_token_of_three(smollm2, include, text):
+    (newlines,) = encode(smollm2, "\n\n\n")
+    detokenizer = Detokenizer(smollm2, [], stop=["\n"], include_stop_str_in_output=include)
+    assert [detokenizer.append([i]) for i in (*encode(smollm2, "a"), newlines)] == [None, "\n"]
+    assert detokenizer.text(finished=True) == text
+
+
+def test_a_special_token_is_a_stop_string_whether_it_shows_or_not(smollm2):
+    start = smollm2.hugging_face.convert_tokens_to_ids("<|im_start|>")
+    token_ids = [*encode(smollm2, "One two"), start, *encode(smollm2, " three")]
+    for skip, include, text in [
+        (True, False, "One two"),
+        (True, True, "One two"),  # special tokens are left out of text, this one as well
+        (False, False, "One two"),
+        (False, True, "One two<|im_start|>"),
+    ]:
+        options = {"skip_special_tokens": skip, "include_stop_str_in_output": include}
+        detokenizer = Detokenizer(smollm2, [], stop=["nothing", "<|im_start|>"], **options)
+        assert [detokenizer.append([i]) for i in token_ids][-2:] == ["<|im_start|>"] * 2
+        assert detokenizer.text(finished=True) == text
+    assert finished(smollm2, token_ids, stop=["<|im_end|>"]) == "One two three"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    token_ids=st.lists(st.integers(0, len(Syllables.pieces) - 1), max_size=15),
+    stop=st.lists(st.text("abc ", min_size=1, max_size=5), max_size=3),
+    min_tokens=st.integers(0, 6),
+)
+def test_a_stop_string_completes_in_a_token_after_the_first_min_tokens(token_ids, stop, min_tokens):
+    detokenizer = Detokenizer(Syllables(), [], stop=stop, min_tokens=min_tokens)
+    found = [detokenizer.append([token_id]) for token_id in token_ids]
+    before = Syllables().decode(token_ids[:min_tokens])
+    text = Syllables().decode(token_ids)
+    ends = [
+        (end, i)
+        for i, string in enumerate(stop)
+        for end in range(len(before) + 1, len(text) + 1)
+        if text[:end].endswith(string)
+    ]
+    assert found[:min_tokens] == [None] * len(found[:min_tokens])
+    if not ends:
+        assert set(found) <= {None} and detokenizer.text(finished=True) == text
+        return
+    end, i = min(ends)
+    assert found[-1] == stop[i]
+    assert detokenizer.text(finished=True) == text[: end - len(stop[i])]
+
+
+def test_spaces_between_special_tokens_are_left_out_on_demand():
+    """A tokenizer that joins tokens by spaces, as WordPiece's and word-level ones do."""
+    backend = tokenizers.Tokenizer(models.WordLevel({"<a>": 0, "<b>": 1, "one": 2, "two": 3}, unk_token="one"))
+    words = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, extra_special_tokens=["<a>", "<b>"], clean_up_tokenization_spaces=False
+    )
+    token_ids = [2, 0, 1, 1, 3, 1, 2, 0, 0]
+    shown = {"skip_special_tokens": False}
+    assert finished(words, token_ids, **shown) == words.decode(token_ids) == "one <a> <b> <b> two <b> one <a> <a>"
+    joined = shown | {"spaces_between_special_tokens": False}
+    assert finished(words, token_ids, **joined) == "one <a><b><b> two <b> one <a><a>"
+    assert streamed(words, token_ids, **joined)[3] == "one <a><b><b>"
+    assert finished(words, token_ids, spaces_between_special_tokens=False) == "one two one"
+    assert finished(words, [1, 2], prompt=[3, 0], **joined) == "<b> one"
+
+
+def test_special_tokens_that_the_tokenizer_joins_itself_stay_as_they_are(smollm2, sentencepiece):
+    for tokenizer, token_ids in ((smollm2, [1, 2, 1, 28120, 2, 2]), (sentencepiece, [1, 2, 1, 300, 2, 2])):
+        expected = tokenizer.decode(token_ids, skip_special_tokens=False)
+        for spaces in (True, False):
+            options = {"skip_special_tokens": False, "spaces_between_special_tokens": spaces}
+            assert finished(tokenizer, token_ids, **options) == expected
+
+
+def test_text_from_a_character_on_is_the_rest_of_the_text(smollm2):
+    token_ids = encode(smollm2, "One two 😀 three")
+    detokenizer = Detokenizer(smollm2, [], stop=["12345"])
+    for token_id in token_ids:
+        detokenizer.append([token_id])
+        for is_finished in (False, True):
+            whole = detokenizer.text(is_finished)
+            assert [detokenizer.text(is_finished, i) for i in range(len(whole) + 2)] == [
+                whole[i:] for i in range(len(whole) + 2)
+            ]

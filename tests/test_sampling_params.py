@@ -1,6 +1,8 @@
 """Sampling parameters: a parameter is implemented or refused, never ignored."""
 
+import re
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +20,6 @@ UNSUPPORTED = {
     "allowed_token_ids": (None, [[1], []]),
     "prompt_logprobs": (None, [0, 5, -1]),
     "flat_logprobs": (False, [True]),
-    "spaces_between_special_tokens": (True, [False]),
     "structured_outputs": (None, [{"json": {}}]),
     "logprob_token_ids": (None, [[1]]),
     "prompt_logprob_token_ids": (None, [[[1]]]),
@@ -59,6 +60,7 @@ WRONG = [
     ("logprobs", [False, 1.0, "all"], "whole number"),
     ("detokenize", [1, None], "True or False"),
     ("skip_special_tokens", [0, None], "True or False"),
+    ("spaces_between_special_tokens", [1, None], "True or False"),
     ("output_kind", ["DELTA", 1, None], "RequestOutputKind.CUMULATIVE"),
 ]
 
@@ -146,3 +148,12 @@ def test_parameters_are_frozen_and_equal_when_their_values_are():
         SamplingParams().n = 2
     assert SamplingParams(stop="a") == SamplingParams(stop=["a"])
     assert hash(SamplingParams(stop="a")) == hash(SamplingParams(stop=["a"]))
+
+
+def test_the_readme_says_of_every_parameter_what_it_does_here():
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    table = readme.split("| parameter | what it does here |")[1].split("\n\n")[0]
+    rows = [row.split("|")[1:3] for row in table.splitlines()[2:]]
+    names = {name: text for cell, text in rows for name in re.findall("`([^`]+)`", cell)}
+    assert names.keys() == {f.name for f in fields(SamplingParams)}
+    assert {name for name, text in names.items() if "not supported yet" in text} == UNSUPPORTED.keys()
