@@ -6,12 +6,14 @@ is done, `Scheduler.update` takes the tokens drawn and detokenizers make text of
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
+import math
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from jax.profiler import TraceAnnotation
 from tqdm import tqdm
 
 from jaxpaged import batch, memory
+from jaxpaged.beam_search import BeamSearch, num_candidates
 from jaxpaged.checkpoints import ModelSource, load_weights, open_model
 from jaxpaged.completions import Completions
 from jaxpaged.config import DeviceFacts, EngineConfig, ModelConfig, resolve
@@ -102,7 +105,7 @@ class Engine:
         digest_context = repr((_WEIGHTS_VERSION, None, None)).encode()
         self._scheduler = Scheduler(self.config, digest_context, num_host_blocks)
 
-        self._groups: dict[str, Completions] = {}
+        self._groups: dict[str, Completions | BeamSearch] = {}
         self._ids = itertools.count()
         self._arrivals = itertools.count()
         self._seeds = np.random.default_rng(self.config.seed % 2**64)
@@ -147,22 +150,34 @@ class Engine:
         all_params = self._params_for(prompts, sampling_params)
         for params in all_params:
             self._check_params(params)
-        outputs: dict[str, RequestOutput] = {}
-        ids = []
-        try:
-            for prompt, params in zip(prompts, all_params, strict=True):
-                request_id = self._new_id()
-                ids.append(request_id)
-                try:
-                    self._add(request_id, prompt, params, RequestOutputKind.FINAL_ONLY)
-                except ValueError as error:
-                    outputs[request_id] = _error_output(request_id, prompt, str(error))
-            self._run_until_finished(ids, outputs, use_tqdm)
-        except BaseException:
-            for request_id in ids:
-                self.abort(request_id)
-            raise
-        return [outputs[request_id] for request_id in ids]
+        adds = [functools.partial(self._add, params=p, output_kind=RequestOutputKind.FINAL_ONLY) for p in all_params]
+        return self._serve(prompts, adds, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        width: int,
+        *,
+        max_tokens: int | None = 16,
+        length_penalty: float = 1.0,
+        ignore_eos: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """The `width` best completions of each prompt that a beam of that width finds, the best one first.
+
+        In each step the `width` most probable unfinished hypotheses go on (see `BeamSearch`). A completion's score is
+        its `cumulative_logprob` ÷ (number of its tokens, end of sequence included) ^ length_penalty; `logprobs` hold
+        those of its own tokens. Fewer than `width` completions come where no more exist. Prompts as in `generate`;
+        ValueError for wrong parameters. `width` + the model's end-of-sequence tokens must be within `max_logprobs`.
+
+        Differences from vLLM, on purpose: only generated tokens count as length, not the prompt's; a completion ends
+        the search of others early where its score is out of their reach; all end-of-sequence tokens of the model end
+        a completion.
+        """
+        prompts = as_list(prompts)
+        params = self._beam_params(width, max_tokens, length_penalty, ignore_eos)
+        add = functools.partial(self._add_beam_search, params=params, width=width, length_penalty=length_penalty)
+        return self._serve(prompts, [add] * len(prompts), use_tqdm)
 
     def chat(
         self,
@@ -411,6 +426,51 @@ class Engine:
                 "lower n or raise max_num_seqs"
             )
 
+    def _beam_params(self, width: Any, max_tokens: Any, length_penalty: Any, ignore_eos: Any) -> SamplingParams:
+        """What each hypothesis is sampled with. ValueError for what is wrong."""
+        if isinstance(width, bool) or not isinstance(width, int) or not 1 <= width <= self.config.max_num_seqs:
+            raise ValueError(
+                f"width={width!r} must be a whole number in [1, max_num_seqs={self.config.max_num_seqs}]: that many "
+                "hypotheses run side by side"
+            )
+        is_number = isinstance(length_penalty, (int, float)) and not isinstance(length_penalty, bool)
+        if not is_number or not math.isfinite(length_penalty):
+            raise ValueError(f"length_penalty={length_penalty!r} must be a finite number")
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        num_stop_ids = 0 if ignore_eos else len(self.model_config.eos_token_ids)
+        wanted = num_candidates(width, num_stop_ids, self.model_config.vocab_size)
+        if wanted > self.config.max_logprobs:
+            raise ValueError(
+                f"width={width} takes the {wanted} most probable tokens of each hypothesis ({num_stop_ids} may end "
+                f"it), but max_logprobs={self.config.max_logprobs}; lower width or raise the engine's max_logprobs"
+            )
+        return replace(params, logprobs=wanted)
+
+    def _serve(self, prompts: list[Any], adds: list[Callable[..., None]], use_tqdm: bool) -> list[RequestOutput]:
+        """Has each prompt added by its function of (request id, prompt), and steps until all are finished."""
+        outputs: dict[str, RequestOutput] = {}
+        ids = []
+        try:
+            for prompt, add in zip(prompts, adds, strict=True):
+                request_id = self._new_id()
+                ids.append(request_id)
+                try:
+                    add(request_id, prompt)
+                except ValueError as error:
+                    outputs[request_id] = RequestOutput(
+                        request_id=request_id,
+                        prompt=text_of(prompt),
+                        prompt_token_ids=None,
+                        finished=True,
+                        error=str(error),
+                    )
+            self._run_until_finished(ids, outputs, use_tqdm)
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+        return [outputs[request_id] for request_id in ids]
+
     def _new_id(self) -> str:
         return next(request_id for request_id in map(str, self._ids) if not self._is_in_use(request_id))
 
@@ -419,13 +479,7 @@ class Engine:
         return request_id in self._groups or request_id in self._undelivered
 
     def _add(self, request_id: str, prompt: Prompt, params: SamplingParams, output_kind: RequestOutputKind):
-        _ = self._live_runner
-        max_model_len = self.config.max_model_len
-        assert max_model_len is not None
-        token_ids = tokenize(prompt, self._tokenizer)
-        check_token_ids(token_ids, max_model_len, self.model_config.vocab_size)
-        room = max_model_len - len(token_ids)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        token_ids, max_tokens = self._servable(prompt, params)
         seed = None if params.seed is None else params.seed % 2**64
         members = [
             Request(
@@ -450,6 +504,36 @@ class Engine:
                 member.seed = seed
         self._groups[request_id] = group
         self._totals["num_prompt_tokens"] += len(token_ids)
+
+    def _add_beam_search(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, width: int, length_penalty: float
+    ):
+        token_ids, max_tokens = self._servable(prompt, params)
+        root = Request(
+            id=f"{request_id}/0",
+            parent_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            arrival=next(self._arrivals),
+            max_tokens=max_tokens,
+            seed=0,
+            eos_token_ids=frozenset(self.model_config.eos_token_ids),
+            is_steered=True,
+        )
+        group = BeamSearch(request_id, text_of(prompt), root, width, length_penalty, self._tokenizer)
+        self._scheduler.add(root)
+        self._groups[request_id] = group
+        self._totals["num_prompt_tokens"] += len(token_ids)
+
+    def _servable(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], int]:
+        """(token ids, most new tokens) of a prompt. ValueError for one that cannot be served."""
+        _ = self._live_runner
+        max_model_len = self.config.max_model_len
+        assert max_model_len is not None
+        token_ids = tokenize(prompt, self._tokenizer)
+        check_token_ids(token_ids, max_model_len, self.model_config.vocab_size)
+        room = max_model_len - len(token_ids)
+        return token_ids, room if params.max_tokens is None else min(params.max_tokens, room)
 
     def _step(self):
         """Keeps steps in flight, waits for the oldest, and leaves what there is to tell of it in `_undelivered`."""
@@ -612,7 +696,7 @@ class Engine:
         elif step["wait_s"] > 4 * host_s:
             self._num_draws = max(self._num_draws // 2, 1)
 
-    def _group_of(self, request: Request) -> Completions:
+    def _group_of(self, request: Request) -> Completions | BeamSearch:
         return self._groups[request.id if request.parent_id is None else request.parent_id]
 
     def _tell_of(self, updated: list[tuple[Request, int]]) -> dict[Request, int]:
@@ -626,7 +710,7 @@ class Engine:
             self._tell(group)
         return kept
 
-    def _tell(self, group: Completions):
+    def _tell(self, group: Completions | BeamSearch):
         """Keeps what is to be told of a group for whoever asks next; a cumulative output replaces the one before."""
         output = self._output(group, group.output_kind)
         if output is not None:
@@ -635,7 +719,7 @@ class Engine:
                 kept.clear()
             kept.append(output)
 
-    def _output(self, group: Completions, kind: RequestOutputKind) -> RequestOutput | None:
+    def _output(self, group: Completions | BeamSearch, kind: RequestOutputKind) -> RequestOutput | None:
         """What is to be told of a group now, None for nothing; a finished group is forgotten."""
         if group.is_finished:
             del self._groups[group.request_id]
@@ -713,9 +797,3 @@ def _load_tokenizer(tokenizer: Any, source: ModelSource) -> Tokenizer | None:
     if not all(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")):
         raise ValueError(f"tokenizer={tokenizer!r} must be a directory, or an object with encode and decode")
     return tokenizer
-
-
-def _error_output(request_id: str, prompt: Any, error: str) -> RequestOutput:
-    return RequestOutput(
-        request_id=request_id, prompt=text_of(prompt), prompt_token_ids=None, finished=True, error=error
-    )

@@ -33,7 +33,9 @@ class Request:
     max_model_len leaves. `block_ids[i]` holds the K and V of tokens [i × block_size, (i + 1) × block_size);
     `digests[i]` names the content of full block i and is extended as blocks fill.
     `host_block_ids` are what `block_ids` were, in host memory, of a preempted request that is swapped out.
-    `siblings` are the children of the same prompt that wait to be forked from this one.
+    `siblings` wait to be forked from this one: all its tokens but the last are theirs, too.
+    Where `is_steered`, drawn tokens are not appended: each draw leaves its most probable ones as `candidates`, and the
+    request has nothing to compute until whoever steers it (beam search) has it `choose` one of them.
     """
 
     id: str
@@ -46,6 +48,8 @@ class Request:
     parent_id: str | None = None
     child: int = 0
     siblings: list["Request"] = field(default_factory=list)
+    is_steered: bool = False
+    candidates: dict[int, Logprob] | None = None
 
     status: Status = Status.WAITING
     num_prompt_tokens: int = field(init=False)
@@ -92,24 +96,26 @@ class Request:
 
     @property
     def is_at_fork(self) -> bool:
-        """Whether siblings wait and everything but the last prompt token is computed."""
-        return bool(self.siblings) and self.num_computed_tokens == self.num_prompt_tokens - 1
+        """Whether siblings wait and everything but the last token is computed."""
+        return bool(self.siblings) and self.num_computed_tokens == len(self.token_ids) - 1
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """Tokens not computed yet; up to the last prompt token while siblings wait to be forked.
+        """Tokens not computed yet; up to the last token while siblings wait to be forked, or it is to be chosen.
 
         The last token that the request can have needs no computing.
         """
         num_tokens = len(self.token_ids) + self.num_in_flight
         if num_tokens - self.num_prompt_tokens == self.max_tokens:
             return 0
-        return num_tokens - self.num_computed_tokens - (1 if self.siblings else 0)
+        is_last_held = self.siblings or (self.is_steered and self.num_in_flight)
+        return num_tokens - self.num_computed_tokens - (1 if is_last_held else 0)
 
     @property
     def num_draws_left(self) -> int:
         """Tokens that it may still draw beyond those in flight."""
-        return self.num_prompt_tokens + self.max_tokens - len(self.token_ids) - self.num_in_flight
+        num_left = self.num_prompt_tokens + self.max_tokens - len(self.token_ids) - self.num_in_flight
+        return min(num_left, 1 - self.num_in_flight) if self.is_steered else num_left
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -123,9 +129,15 @@ class Request:
             raise RuntimeError(f"request {self.id}: {self.status.value} → {status.value} is not a legal move")
         self.status = status
 
-    def append(self, token_id: int):
-        """Takes a sampled token and sees whether it ends the request: EOS, then stop ids, then length."""
+    def append(self, token_id: int, logprobs: dict[int, Logprob] | None = None):
+        """Takes a drawn token, and the log-probabilities of its draw if they were asked for.
+
+        Sees whether it ends the request: EOS, then stop ids, then length.
+        """
         self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+            self.cumulative_logprob += logprobs[token_id].logprob
         if self.first_token_time is None:
             self.first_token_time = time.monotonic()
         if token_id in self.eos_token_ids and not self.params.ignore_eos:
@@ -134,6 +146,33 @@ class Request:
             self.finish_reason, self.stop_reason = "stop", token_id
         elif self.num_output_tokens >= self.max_tokens:
             self.finish_reason = "length"
+
+    def choose(self, token_id: int):
+        """Takes one of the candidates."""
+        assert self.candidates is not None, f"request {self.id} has no candidates"
+        self.append(token_id, {token_id: self.candidates[token_id]})
+        self.candidates = None
+
+    def branch(self, request_id: str) -> "Request":
+        """A request with the same tokens and candidates, to be forked from this one once both have chosen."""
+        branch = Request(
+            id=request_id,
+            parent_id=self.parent_id,
+            prompt_token_ids=self.prompt_token_ids,
+            params=self.params,
+            arrival=self.arrival,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            eos_token_ids=self.eos_token_ids,
+            is_steered=self.is_steered,
+            candidates=self.candidates,
+            logprobs=list(self.logprobs),
+            cumulative_logprob=self.cumulative_logprob,
+            arrival_time=self.arrival_time,
+            first_token_time=self.first_token_time,
+        )
+        branch.token_ids = list(self.token_ids)
+        return branch
 
     def stop_at(self, num_tokens: int, stop: str):
         """Ends the request for a stop string that was found in its text up to `num_tokens`; drops all tokens after."""

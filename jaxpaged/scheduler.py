@@ -101,6 +101,11 @@ class Scheduler:
         self.requests |= members
         self.waiting.append(request)
 
+    def fork(self, parent: Request, siblings: list[Request]):
+        """Has requests that differ from an unfinished one in the last token alone start from its blocks."""
+        self.requests |= {sibling.id: sibling for sibling in siblings}
+        parent.siblings = siblings
+
     def finish(self, request: Request):
         """Ends a request, wherever it is, and frees its row and blocks at once; siblings not forked yet end with it."""
         if request.status is Status.RUNNING:
@@ -168,6 +173,10 @@ class Scheduler:
         if not plan.scheduled:
             if self._in_flight:
                 return None
+            if self.running and len(self.running) + len(self.waiting) > 1:
+                # Requests that wait for a choice hold what others need to draw, without which there is no choice.
+                self._preempt(plan, self.running[-1])
+                return self.schedule(most_draws)
             raise RuntimeError(
                 f"nothing could be scheduled: {len(self.running)} running, {len(self.waiting)} waiting, "
                 f"{self.pool.num_available} of {self.pool.num_blocks} blocks available"
@@ -177,7 +186,8 @@ class Scheduler:
     def update(self, step: ScheduledStep, output: StepOutput) -> list[tuple[Request, int]]:
         """Appends the tokens drawn by the oldest step in flight, and ends requests that are at their end.
 
-        Returns the requests that got tokens, each with their number. Draws of a request that has ended are dropped.
+        Returns the requests that got tokens, each with their number; steered ones got candidates instead. Draws of a
+        request that has ended are dropped.
         """
         updated = []
         drawn = output.token_id_ib.T.tolist()
@@ -189,9 +199,13 @@ class Scheduler:
             for draw in range(scheduled.num_draws):
                 if drawn[i][draw] == NOT_DRAWN:
                     raise RuntimeError(f"request {request.id} is not at its end, but the device stopped drawing")
+                logprobs = None
                 if scheduled.num_logprobs is not None:
-                    _append_logprobs(request, output, draw, i, scheduled.num_logprobs)
-                request.append(drawn[i][draw])
+                    logprobs = _logprobs(output, draw, i, scheduled.num_logprobs)
+                if request.is_steered:
+                    request.candidates = logprobs
+                    break
+                request.append(drawn[i][draw], logprobs)
                 if request.finish_reason is not None:
                     break
             if request.status is Status.RUNNING:
@@ -284,8 +298,8 @@ class Scheduler:
         while self.waiting and plan.budget and self._free_rows and not plan.num_preempted and not plan.has_stalled:
             if not self.pool.num_available:
                 break
-            request = self.waiting[0]
-            if request.num_in_flight:
+            request = next((r for r in self.waiting if r.candidates is None), None)  # others have nothing to compute
+            if request is None or request.num_in_flight:
                 break
             if request.host_block_ids:
                 if not self._swap_in(request):
@@ -299,7 +313,7 @@ class Scheduler:
             needed = blocks_for(request.num_tokens, self.block_size) - len(hits)
             if needed > self.pool.num_available - self.pool.num_unheld(hits):
                 break
-            self.waiting.popleft()
+            self.waiting.remove(request)
             self.pool.share(hits)
             num_cached = len(hits) * self.block_size
             self._start(request, hits, num_cached)
@@ -507,7 +521,8 @@ def _started_row(request: Request) -> StartedRow:
     )
 
 
-def _append_logprobs(request: Request, output: StepOutput, draw: int, i: int, num_logprobs: int):
+def _logprobs(output: StepOutput, draw: int, i: int, num_logprobs: int) -> dict[int, Logprob]:
+    """Of one draw of request i: token id → log-probability, that of the drawn token first."""
     logprobs = output.logprobs
     assert logprobs is not None, "a request asked for logprobs, but the step returned none"
     top_id_k, top_logprob_k = logprobs.top_id_ibk[draw, i], logprobs.top_logprob_ibk[draw, i]
@@ -516,5 +531,4 @@ def _append_logprobs(request: Request, output: StepOutput, draw: int, i: int, nu
     entry = {int(output.token_id_ib[draw, i]): drawn}
     for rank in range(width):
         entry.setdefault(int(top_id_k[rank]), Logprob(float(top_logprob_k[rank]), rank + 1))
-    request.logprobs.append(entry)
-    request.cumulative_logprob += drawn.logprob
+    return entry

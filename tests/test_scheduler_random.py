@@ -349,8 +349,8 @@ def draw_beyond_max_tokens(patch):
 def keep_what_is_drawn_after_the_end(patch):
     original = Request.append
 
-    def append(self, token_id):
-        original(self, token_id)
+    def append(self, token_id, logprobs=None):
+        original(self, token_id, logprobs)
         if self.finish_reason == "stop" and self.num_in_flight and self.num_output_tokens < self.max_tokens:
             self.finish_reason = None
 

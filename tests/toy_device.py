@@ -14,7 +14,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.request import Request
 from jaxpaged.sampling_params import SamplingParams
 from jaxpaged.scheduler import Scheduler
-from jaxpaged.step_data import NOT_DRAWN, ON_DEVICE, ScheduledStep, StepInputs, StepOutput
+from jaxpaged.step_data import NOT_DRAWN, ON_DEVICE, ScheduledStep, StepInputs, StepLogprobs, StepOutput
 
 VOCAB = 997
 STALE = (-7,)
@@ -23,6 +23,12 @@ STALE = (-7,)
 def draw(token_ids, seed: int, child: int) -> int:
     """The token that follows: depends on all tokens, the seed and the child."""
     return hash((tuple(token_ids), seed, child)) % VOCAB
+
+
+def most_probable(token_ids, num: int) -> list[tuple[int, float]]:
+    """(token, log-probability) of the most probable tokens that follow, for a greedy request of seed and child 0."""
+    drawn, spread = draw(token_ids, 0, 0), hash((tuple(token_ids), VOCAB)) % 100_003
+    return [((drawn + 7 * k) % VOCAB, -0.1 * (k + 1) - spread / 100_003) for k in range(num)]
 
 
 def expected_tokens(request: Request) -> list[int]:
@@ -63,6 +69,7 @@ class ToyDevice:
         starts = np.minimum(np.arange(b + 1), inputs.num_requests) if inputs.is_decode else inputs.query_start_b1
         most_draws = max(int(inputs.num_draws_b.max()), 1)
         token_id_ib = np.full((most_draws, b), NOT_DRAWN, np.int32)
+        logprobs = _no_logprobs((most_draws, b), inputs.num_logprobs) if inputs.has_logprobs else None
         written = {}
         for i in range(inputs.num_requests):
             token_ids = inputs.token_t[starts[i] : starts[i + 1]].tolist()
@@ -76,9 +83,13 @@ class ToyDevice:
                     history += (self.last_token[row],)
                     self._write(i, row, history, written)
                 token_id_ib[d, i] = self.last_token[row] = draw(history, *self.seed_child[row])
+                if logprobs is not None:
+                    ids, values = zip(*most_probable(history, inputs.num_logprobs), strict=True)
+                    logprobs.top_id_ibk[d, i], logprobs.top_logprob_ibk[d, i] = ids, values
+                    logprobs.drawn_ib[d, i], logprobs.rank_ib[d, i] = values[0], 1
                 if token_id_ib[d, i] in self.stop_ids[row]:
                     break
-        return StepOutput(token_id_ib=token_id_ib)
+        return StepOutput(token_id_ib=token_id_ib, logprobs=logprobs)
 
     def _swap_out(self, inputs: StepInputs):
         for swap in inputs.swaps_out:
@@ -128,6 +139,11 @@ class ToyDevice:
         written[block, offset] = i
 
 
+def _no_logprobs(shape: tuple[int, int], num_logprobs: int) -> StepLogprobs:
+    top = *shape, num_logprobs
+    return StepLogprobs(np.zeros(shape), np.zeros(shape, np.int32), np.zeros(top, np.int32), np.zeros(top))
+
+
 class ToyEngine:
     """Scheduler, batch and toy device in a loop that checks every step.
 
@@ -147,6 +163,7 @@ class ToyEngine:
         self.pool = self.scheduler.pool
         self.steps: list[ScheduledStep] = []
         self.in_flight: deque[tuple[ScheduledStep, StepOutput]] = deque()
+        self.updated: list[tuple[Request, int]] = []
         self._max_in_flight = max_in_flight
         self._num_arrived = 0
 
@@ -214,7 +231,7 @@ class ToyEngine:
     def update(self) -> ScheduledStep:
         """Tells the scheduler of the oldest step in flight."""
         step, output = self.in_flight.popleft()
-        self.scheduler.update(step, output)
+        self.updated = self.scheduler.update(step, output)
         self.scheduler.check()
         return step
 
