@@ -304,7 +304,7 @@ class Scheduler:
             if request.host_block_ids:
                 if not self._swap_in(request):
                     break
-                self.waiting.popleft()
+                self.waiting.remove(request)
                 self._schedule_running(plan, [request])
                 continue
             hits = self._match_prefix(request)
