@@ -305,7 +305,7 @@ class Scheduler:
                 if not self._swap_in(request):
                     break
                 self.waiting.remove(request)
-                self._schedule_running(plan, [request])
+                self._schedule_running(plan, [request, *self._fork(request)])
                 continue
             hits = self._match_prefix(request)
             if len(hits) < self._num_cacheable(request) and request.digests[len(hits)] in plan.filled:
@@ -326,14 +326,15 @@ class Scheduler:
     def _fork(self, parent: Request) -> list[Request]:
         """Starts the siblings of a request whose prompt is computed but for its last token; returns those started.
 
-        Full blocks are shared. A partial block stays with the parent and is copied for each sibling. Siblings for
-        which no row or block is left wait like any other request.
+        Full blocks are shared. A partial block stays with the parent and is copied for each sibling, from the host
+        where the parent's is only on its way from there. Siblings for which no row or block is left wait like any
+        other request.
         """
         if not parent.is_at_fork:
             return []
         num_full, num_partial = divmod(parent.num_computed_tokens, self.block_size)
         shared, partial = parent.block_ids[:num_full], parent.block_ids[num_full : num_full + 1]
-        num_copied = int(num_partial > 0)
+        num_copied, on_their_way = int(num_partial > 0), {target: source for source, target in self._swaps_in}
         forked = []
         siblings, parent.siblings = parent.siblings, []
         for sibling in siblings:
@@ -341,7 +342,10 @@ class Scheduler:
                 break
             self.pool.share(shared)
             copied = self.pool.allocate(num_copied)
-            self._copies += zip(partial, copied, strict=False)
+            if partial and partial[0] in on_their_way:
+                self._swaps_in.append((on_their_way[partial[0]], copied[0]))
+            else:
+                self._copies += zip(partial, copied, strict=False)
             sibling.num_cached_tokens = parent.num_cached_tokens
             sibling.digests = list(parent.digests)
             self._start(sibling, shared + copied, parent.num_computed_tokens)
@@ -386,7 +390,7 @@ class Scheduler:
         They are copied as the steps scheduled so far leave them. So a request that was just forked, whose partial
         block is still to be filled, is computed again; one that has drawn its last token needs nothing any more.
         """
-        targets = {target for _, target in self._copies}
+        targets = {target for _, target in (*self._copies, *self._swaps_in)}
         if request.num_draws_left == 0 or not targets.isdisjoint(request.block_ids):
             return False
         num_computed = request.num_computed_tokens
@@ -438,7 +442,8 @@ class Scheduler:
         self._swaps_in.clear()
 
     def _release(self, request: Request):
-        self._copies = [(source, target) for source, target in self._copies if target not in request.block_ids]
+        for on_their_way in (self._copies, self._swaps_in):
+            on_their_way[:] = [(source, target) for source, target in on_their_way if target not in request.block_ids]
         self._started.pop(_row(request), None)
         self.pool.free(request.block_ids)
         request.block_ids = []

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jaxpaged.beam_search import BeamSearch
 from jaxpaged.request import Request, Status
 from jaxpaged.sampling_params import SamplingParams
+from jaxpaged.scheduler import _Plan
 from toy_device import VOCAB, ToyEngine, expected_tokens, most_probable
 
 NUM_CANDIDATES = 9
@@ -55,8 +56,13 @@ def expected(prompt, width, max_tokens=6, ends=ENDS):
 
 def run_step(engine, *searches):
     """A step, after which a search goes on if its hypotheses have drawn."""
-    by_name = {search.request_id: search for search in searches}
     engine.step()
+    take_candidates(engine, *searches)
+
+
+def take_candidates(engine, *searches):
+    """Has the searches go on whose hypotheses have all drawn."""
+    by_name = {search.request_id: search for search in searches}
     for request, num_tokens in engine.updated:
         if request.is_steered:
             by_name[request.parent_id].take(request, num_tokens, engine.scheduler)
@@ -89,6 +95,7 @@ def test_no_pool_budget_or_neighbour_changes_what_is_found(data):
         enable_prefix_caching=data.draw(st.booleans()),
         num_decode_steps=data.draw(st.sampled_from([1, 4])),
         max_in_flight=data.draw(st.sampled_from([1, 2])),
+        num_host_blocks=data.draw(st.sampled_from([0, 8, 200])),
     )
     prompts = st.lists(st.integers(1, 3), min_size=1, max_size=14)
     wanted, others = [], []
@@ -154,6 +161,30 @@ def test_a_preempted_hypothesis_that_has_drawn_is_not_admitted_before_the_choice
     search.take(root, 0, engine.scheduler)
     run(engine, [search])
     assert found(search) == expected(tuple(range(1, 7)), 2, ends=frozenset())
+
+
+def test_hypotheses_forked_from_one_that_comes_back_from_the_host_come_from_there_too():
+    engine = ToyEngine(block_size=4, num_device_blocks=8, num_host_blocks=8, enable_prefix_caching=False)
+    search = add_search(engine, "a", range(1, 7), 3, ends=frozenset())
+    [root] = search.members
+    engine.step()
+    others = [engine.add([7] * 13, max_tokens=1, seed=i) for i in range(2)]
+    scheduler = engine.scheduler
+    scheduler._preempt(_Plan(0), root)
+    host_block_ids = list(root.host_block_ids)
+    for other in others:  # take all blocks of the device, so that nothing of the root is left there
+        while not other.is_finished:
+            engine.step()
+    search.take(root, 0, scheduler)
+    step = engine.step()
+    first, *forked = [m.block_ids for m in search.members]
+    assert step.copies == ()
+    assert sorted(step.swaps_in) == sorted(
+        [*zip(host_block_ids, first, strict=True), *((host_block_ids[1], blocks[1]) for blocks in forked)]
+    )
+    take_candidates(engine, search)
+    run(engine, [search])
+    assert found(search) == expected(tuple(range(1, 7)), 3, ends=frozenset())
 
 
 def test_an_aborted_search_frees_every_block_at_once():
