@@ -10,10 +10,13 @@ import numpy as np
 from jaxpaged.config import EngineConfig
 from jaxpaged.memory import blocks_for, swap_sizes
 from jaxpaged.step_data import (
+    FEW_LOGPROBS,
     MAX_STOP_IDS,
     NOT_DRAWN,
+    PROMPT_LOGPROBS_CHUNK,
     BlockCopies,
     BlockUpdates,
+    PromptTargets,
     RowUpdates,
     ScheduledStep,
     StartedRow,
@@ -25,7 +28,9 @@ from jaxpaged.step_data import (
 DROPPED = np.iinfo(np.int32).max
 """An index outside every array: what is scattered there is dropped."""
 
-_NOBODY = StartedRow(row=DROPPED, block_ids=(), seed=0, child=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+_NOBODY = StartedRow(
+    row=DROPPED, block_ids=(), seed=0, child=0, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, num_prompt_tokens=0
+)
 
 MOST_DRAWS = 8
 """Most decode steps in one call where the engine chooses."""
@@ -35,8 +40,9 @@ MOST_DRAWS = 8
 class Buckets:
     """The padded sizes that steps are compiled for, ascending.
 
-    `tokens` of a prefill step, `requests` of a decode step, `logprobs` of both, `updates` of the device's state before
-    a step, `swaps`: blocks swapped at once. `max_draws`: most tokens that a request draws in one decode step.
+    `tokens` of a prefill step, `requests` of a decode step, `logprobs` of what is drawn, `updates` of the device's
+    state before a step, `swaps`: blocks swapped at once. `max_draws`: most tokens that a request draws in one decode
+    step.
     """
 
     tokens: tuple[int, ...]
@@ -78,7 +84,7 @@ def make_buckets(config: EngineConfig) -> Buckets:
     return Buckets(
         tokens=_sizes(16, max(config.max_num_batched_tokens, 16)),
         requests=tuple(sorted({b for b in sizes if least_requests <= b <= most_requests})),
-        logprobs=tuple(sorted({min(20, config.max_logprobs), config.max_logprobs})),
+        logprobs=tuple(sorted({min(FEW_LOGPROBS, config.max_logprobs), config.max_logprobs})),
         updates=_update_sizes(max(config.max_num_seqs, most_new_blocks)),
         swaps=swap_sizes(config),
         max_draws=max_draws,
@@ -115,7 +121,7 @@ def pick_bucket(size: int, buckets: Sequence[int], what: str) -> int:
 def build(step: ScheduledStep, buckets: Buckets, scratch_block: int) -> StepInputs:
     """The step as arrays. `scratch_block` is what unused page-table entries point to."""
     requests = step.requests
-    is_decode = all(r.num_scheduled_tokens == 1 for r in requests)
+    is_decode = all(r.num_scheduled_tokens == 1 and not r.prompt_target_ids for r in requests)
     num_requests, num_tokens = len(requests), step.num_scheduled_tokens
     if is_decode:
         t = b = pick_bucket(num_requests, buckets.requests, "requests")
@@ -135,7 +141,6 @@ def build(step: ScheduledStep, buckets: Buckets, scratch_block: int) -> StepInpu
     num_draws_b[:num_requests] = [r.num_draws for r in requests]
 
     asked = [r.num_logprobs for r in requests if r.num_logprobs is not None]
-    most_logprobs = buckets.logprobs[-1] if -1 in asked else max(asked, default=0)
     return StepInputs(
         is_decode=is_decode,
         token_t=token_t,
@@ -146,13 +151,44 @@ def build(step: ScheduledStep, buckets: Buckets, scratch_block: int) -> StepInpu
         num_tokens=num_tokens,
         num_draws_b=num_draws_b,
         has_logprobs=bool(asked),
-        num_logprobs=pick_bucket(most_logprobs, buckets.logprobs, "logprobs"),
+        num_logprobs=_logprobs_bucket(asked, buckets),
+        is_adjusted=any(r.is_adjusted for r in requests),
+        prompt_targets=_prompt_targets(step, buckets, t),
         row_updates=_row_updates(step, buckets, scratch_block),
+        adjusted_rows=step.adjusted,
         block_updates=_block_updates(step, buckets),
         swaps_out=tuple(_swap_out(pairs, size, scratch_block) for pairs, size in _chunks(step.swaps_out, buckets)),
         copies=_copies(step, buckets),
         swaps_in=tuple(_swap_in(pairs, size) for pairs, size in _chunks(step.swaps_in, buckets)),
     )
+
+
+def _logprobs_bucket(asked: list[int], buckets: Buckets) -> int:
+    most = buckets.logprobs[-1] if -1 in asked else max(asked, default=0)
+    return pick_bucket(most, buckets.logprobs, "logprobs")
+
+
+def _prompt_targets(step: ScheduledStep, buckets: Buckets, num_padded_tokens: int) -> PromptTargets | None:
+    """Prompt tokens whose log-probabilities are wanted; the i-th target of a request follows its i-th token."""
+    indices, token_ids, first = [], [], 0
+    for request in step.requests:
+        indices += range(first, first + len(request.prompt_target_ids))
+        token_ids += request.prompt_target_ids
+        first += request.num_scheduled_tokens
+    if not token_ids:
+        return None
+    size = prompt_chunk(num_padded_tokens)
+    pad = -len(token_ids) % size
+    return PromptTargets(
+        index_cp=np.pad(np.array(indices, np.int32), (0, pad)).reshape(-1, size),
+        token_cp=np.pad(np.array(token_ids, np.int32), (0, pad)).reshape(-1, size),
+        num_logprobs=_logprobs_bucket([r.num_prompt_logprobs for r in step.requests], buckets),
+    )
+
+
+def prompt_chunk(num_padded_tokens: int) -> int:
+    """How many prompt tokens' logits over the vocabulary are made at once in a prefill of that size."""
+    return min(num_padded_tokens, PROMPT_LOGPROBS_CHUNK)
 
 
 def _row_updates(step: ScheduledStep, buckets: Buckets, scratch_block: int) -> RowUpdates | None:
@@ -175,7 +211,9 @@ def _row_updates(step: ScheduledStep, buckets: Buckets, scratch_block: int) -> R
         top_k_u=np.array([r.top_k for r in rows], np.int32),
         top_p_u=np.array([r.top_p for r in rows], np.float32),
         min_p_u=np.array([r.min_p for r in rows], np.float32),
+        num_prompt_tokens_u=np.array([r.num_prompt_tokens for r in rows], np.int32),
         stop_id_us=stop_id_us,
+        is_adjusted_u=np.array([r.is_adjusted for r in rows], bool),
     )
 
 

@@ -48,6 +48,10 @@ class Completions:
         if self._tokenizer is None or detokenizer is None or self.error is not None:
             return num_tokens
         num_known = len(request.token_ids)
+        if request.num_prompt_logprobs is not None and request.num_output_tokens == num_tokens:
+            self._decode_prompt_logprobs(request, scheduler)
+            if self.error is not None:
+                return num_tokens
         for i in range(num_known - num_tokens, num_known):
             token_ids = request.token_ids[i : i + 1]
             try:
@@ -66,6 +70,15 @@ class Completions:
                 break
         return num_tokens - num_known + len(request.token_ids)
 
+    def _decode_prompt_logprobs(self, request: Request, scheduler: Scheduler):
+        assert self._tokenizer is not None
+        try:
+            for entry in request.prompt_logprobs:
+                decode_logprobs(entry or {}, self._tokenizer)
+        except Exception as error:  # the caller's tokenizer has exceptions of its own; other requests go on
+            self.error = f"{type(self._tokenizer).__name__}.decode cannot take a token of the prompt: {error}"
+            self.abort(scheduler)
+
     def abort(self, scheduler: Scheduler):
         """Ends all members that are not at their end."""
         abort(self.members, scheduler)
@@ -74,13 +87,14 @@ class Completions:
         """What is to be told now; None for nothing."""
         if kind is RequestOutputKind.FINAL_ONLY and not self.is_finished:
             return None
+        first, is_new = self.members[0], kind is not RequestOutputKind.DELTA or not any(self._num_tokens_told)
         completions = [self._completion(i, kind) for i in range(len(self.members))] if self.error is None else []
-        first = self.members[0]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=first.prompt_token_ids,
             outputs=[completion for completion in completions if completion is not None],
+            prompt_logprobs=first.prompt_logprobs if is_new and self._params.prompt_logprobs is not None else None,
             finished=self.is_finished,
             error=self.error,
             num_cached_tokens=first.num_cached_tokens,

@@ -4,6 +4,7 @@ All three are frozen. `resolve` turns every "auto" into a value once and returns
 nothing assigns to a config afterwards.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,6 +16,9 @@ _TPU_LEAST_BLOCK_SIZE = 16
 """Tokens of 16 bits in a memory tile of a TPU, which the kernel writes whole."""
 _TPU_PAGE_TABLE_BYTES = 2**19
 """What a step's page table may take of a TPU's 1 MiB of scalar memory."""
+
+LogitsProcessor = Callable[[Any, Any], Any]
+"""f(logits_bv, state: adjustments.LogitsState) → logits_bv, a pure JAX function of each row alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +147,14 @@ class EngineConfig:
     weights are used as they are."""
     max_logprobs: int = 20
     """Most logprobs that a request may ask for; -1: the whole vocabulary."""
+    logprobs_mode: str = "raw_logprobs"
+    """Which logprobs of drawn tokens are returned. raw_logprobs: the model's own; processed_logprobs: what was drawn
+    from, after penalties, temperature and truncations. Those of the prompt are the model's own."""
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    """Functions f(logits_bv, state) -> logits_bv, compiled into the steps and applied in order to all requests, after
+    penalties and before temperature; see LogitsState. What is forbidden stays forbidden."""
+    logits_processor_counts: bool = False
+    """Whether logits processors are told how often each token was drawn (output_counts_bv)."""
     warmup: str = "auto"
     """full: compile all steps at the start; lazy: each when first needed; strict: full, and a step that was not
     compiled at the start is an error; auto: lazy on a CPU, else full."""
@@ -201,6 +213,13 @@ class EngineConfig:
                 f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported yet; K and V have the engine's dtype ('auto')"
             )
         _check_choice("quantization", self.quantization, (None, "int8"))
+        _check_choice("logprobs_mode", self.logprobs_mode, ("raw_logprobs", "processed_logprobs"))
+        if not isinstance(self.logits_processors, tuple) or not all(map(callable, self.logits_processors)):
+            raise ValueError(f"logits_processors={self.logits_processors!r} must be a tuple of functions")
+        if not isinstance(self.logits_processor_counts, bool):
+            raise ValueError(f"logits_processor_counts={self.logits_processor_counts!r} must be True or False")
+        if self.logits_processor_counts and not self.logits_processors:
+            raise ValueError("logits_processor_counts=True needs logits_processors: no one else reads the counts")
         if self.native_kernels != "auto":
             raise ValueError(f"native_kernels={self.native_kernels!r} is not supported yet; leave it 'auto'")
 

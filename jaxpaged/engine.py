@@ -23,6 +23,7 @@ from jax.profiler import TraceAnnotation
 from tqdm import tqdm
 
 from jaxpaged import batch, memory
+from jaxpaged.adjustments import check_processors
 from jaxpaged.beam_search import BeamSearch, num_candidates
 from jaxpaged.checkpoints import ModelSource, load_weights, open_model
 from jaxpaged.completions import Completions
@@ -32,12 +33,19 @@ from jaxpaged.models.weights import param_specs, weight_bytes
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.prompts import Prompt, as_list, check_token_ids, needed, text_of, tokenize
 from jaxpaged.request import Request
-from jaxpaged.runner import Runner, StepCompiler, device_facts, largest_shape, use_compilation_cache
+from jaxpaged.runner import Runner, StepCompiler, device_facts, largest_shapes, use_compilation_cache
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.scheduler import Scheduler
-from jaxpaged.step_data import NOT_DRAWN, ScheduledStep, StepInputs, StepOutput
+from jaxpaged.step_data import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    NOT_DRAWN,
+    ScheduledStep,
+    StepInputs,
+    StepOutput,
+)
 from jaxpaged.steps import Drawn
-from jaxpaged.tokenizer import GGUFTokenizer, Tokenizer, encode_chat, load_tokenizer
+from jaxpaged.tokenizer import GGUFTokenizer, Tokenizer, encode_chat, load_tokenizer, spellings
 
 logger = logging.getLogger("jaxpaged")
 
@@ -92,6 +100,7 @@ class Engine:
         source = open_model(model, given.load_format)
         self.model_config: ModelConfig = source.config
         config = resolve(given, source.config, facts)
+        check_processors(config.logits_processors, source.config.vocab_size, has_counts=config.logits_processor_counts)
         swap_warning = memory.check_swap_space(config.swap_space, facts.host_memory)
         if swap_warning:
             logger.warning(swap_warning)
@@ -105,6 +114,7 @@ class Engine:
         digest_context = repr((_WEIGHTS_VERSION, None, None)).encode()
         self._scheduler = Scheduler(self.config, digest_context, num_host_blocks)
 
+        self._spellings = functools.lru_cache(maxsize=64)(self._spell_all)
         self._groups: dict[str, Completions | BeamSearch] = {}
         self._ids = itertools.count()
         self._arrivals = itertools.count()
@@ -319,6 +329,7 @@ class Engine:
             kv_pool=runner.kv_bytes,
             temporaries=runner.compiler.temporaries,
             state=runner.compiler.state_bytes,
+            adjustments=runner.compiler.adjustments_bytes,
             staging=memory.swap_staging_bytes(config, per_block),
             other=self._facts.memory_in_use,
             block_size=config.block_size,
@@ -371,8 +382,8 @@ class Engine:
         if is_measured and facts.platform != "cpu":
             buckets = batch.make_buckets(config)
             compiler = StepCompiler(config, self.model_config, buckets, num_blocks=1)
-            compiler.get(largest_shape(buckets))
-            temporaries, state = compiler.temporaries, compiler.state_bytes
+            compiler.compile_all(largest_shapes(buckets))
+            temporaries, state = compiler.temporaries, compiler.state_bytes + compiler.adjustments_bytes
         num_blocks = memory.decide_num_device_blocks(
             config,
             self.model_config,
@@ -408,14 +419,22 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
         vocab_size, most = self.model_config.vocab_size, self.config.max_logprobs
-        for token_id in params.stop_token_ids or ():
-            if token_id >= vocab_size:
-                raise ValueError(f"stop_token_ids has {token_id}, but the vocabulary has ids 0 to {vocab_size - 1}")
-        if params.logprobs is not None and (vocab_size if params.logprobs == -1 else params.logprobs) > most:
-            raise ValueError(
-                f"logprobs={params.logprobs}, but max_logprobs={most}; ask for fewer or raise the engine's "
-                "max_logprobs (-1: the whole vocabulary)"
-            )
+        for name, token_ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids),
+            ("logit_bias", dict(params.logit_bias or ())),
+        ):
+            for token_id in token_ids or ():
+                if token_id >= vocab_size:
+                    raise ValueError(f"{name} has {token_id}, but the vocabulary has ids 0 to {vocab_size - 1}")
+        for name in ("logprobs", "prompt_logprobs"):
+            num_logprobs = getattr(params, name)
+            if num_logprobs is not None and (vocab_size if num_logprobs == -1 else num_logprobs) > most:
+                raise ValueError(
+                    f"{name}={num_logprobs}, but max_logprobs={most}; ask for fewer or raise the engine's "
+                    "max_logprobs (-1: the whole vocabulary)"
+                )
+        self._check_choice_of_tokens(params)
         if params.stop and self._tokenizer is None:
             raise ValueError(
                 f"stop={list(params.stop)!r} is searched in text, but there is no tokenizer; use stop_token_ids"
@@ -425,6 +444,47 @@ class Engine:
                 f"n={params.n} completions run side by side, but max_num_seqs={self.config.max_num_seqs}; "
                 "lower n or raise max_num_seqs"
             )
+
+    def _check_choice_of_tokens(self, params: SamplingParams):
+        """ValueError for bad words that cannot be looked for, and where no token is left that may be drawn."""
+        words, vocab_size = tuple(params.bad_words or ()), self.model_config.vocab_size
+        if words and self._tokenizer is None:
+            raise ValueError(f"bad_words={list(words)!r} are texts, but there is no tokenizer")
+        bad_words = self._spellings(words)
+        long = [word for word in bad_words if len(word) > 1]
+        if len(long) > MAX_BAD_WORDS:
+            raise ValueError(
+                f"bad_words have {len(long)} spellings of more than one token; there is room for {MAX_BAD_WORDS}"
+            )
+        for word in long:
+            if len(word) > MAX_BAD_WORD_TOKENS:
+                raise ValueError(
+                    f"bad_words has one of {len(word)} tokens, {list(word)}; there is room for {MAX_BAD_WORD_TOKENS}"
+                )
+        forbidden = {word[0] for word in bad_words if len(word) == 1}
+        if wrong := [word for word in bad_words if not all(0 <= token_id < vocab_size for token_id in word)]:
+            raise ValueError(
+                f"bad_words have the tokens {list(wrong[0])}, but the vocabulary has ids 0 to {vocab_size - 1}"
+            )
+        if params.min_tokens:
+            forbidden |= {
+                *(params.stop_token_ids or ()),
+                *(() if params.ignore_eos else self.model_config.eos_token_ids),
+            }
+        allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+        if all(token_id in forbidden for token_id in allowed):
+            raise ValueError(
+                f"allowed_token_ids={params.allowed_token_ids and list(params.allowed_token_ids)} are all forbidden by "
+                f"bad_words={list(words)!r}, or by min_tokens={params.min_tokens} since they end the "
+                "request; allow one more token"
+            )
+
+    def _spell_all(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each spelling of the words."""
+        if not words:
+            return ()
+        assert self._tokenizer is not None
+        return tuple(dict.fromkeys(ids for word in words for ids in spellings(self._tokenizer, word) if ids))
 
     def _beam_params(self, width: Any, max_tokens: Any, length_penalty: Any, ignore_eos: Any) -> SamplingParams:
         """What each hypothesis is sampled with. ValueError for what is wrong."""
@@ -492,6 +552,7 @@ class Engine:
                 seed=seed or 0,
                 child=child,
                 eos_token_ids=frozenset(self.model_config.eos_token_ids),
+                bad_words=self._spellings(tuple(params.bad_words or ())),
             )
             for child in range(params.n)
         ]
@@ -656,7 +717,7 @@ class Engine:
         record, scheduled = launched.record, launched.scheduled
         num_new_tokens = sum(request_to_num_tokens.values())
         num_drawing = sum(r.num_draws > 0 for r in scheduled.requests)
-        num_draws = int((output.token_id_ib != NOT_DRAWN).any(axis=1).sum())
+        num_draws = max(int((output.token_id_ib != NOT_DRAWN).any(axis=1).sum()), 1)
         self._totals["num_steps"] += 1
         self._totals["num_generated_tokens"] += num_new_tokens
         self._totals["num_scheduled_tokens"] += scheduled.num_scheduled_tokens - num_drawing + num_new_tokens

@@ -161,7 +161,8 @@ def check_swap_space(swap_space: float, host_memory: int) -> str | None:
 class MemoryReport:
     """The partition of the device's memory, summing to `limit`. `str()` gives it as a table.
 
-    `temporaries` is that of the largest step compiled so far. `staging`: for blocks on their way to the host and back.
+    `temporaries` is that of the largest step compiled so far. `adjustments` are set aside for penalties, biases and
+    masks, and allocated when a request first needs them. `staging`: for blocks on their way to the host and back.
     `other`: in use before the engine, and the runtime's own.
     """
 
@@ -171,6 +172,7 @@ class MemoryReport:
     kv_pool: int
     temporaries: int
     state: int
+    adjustments: int
     staging: int
     other: int
     block_size: int
@@ -182,8 +184,8 @@ class MemoryReport:
 
     @property
     def free(self) -> int:
-        parts = (self.weights, self.kv_pool, self.temporaries, self.state, self.staging, self.other)
-        return self.limit - sum(parts)
+        steps = (self.temporaries, self.state, self.adjustments, self.staging)
+        return self.limit - self.weights - self.kv_pool - sum(steps) - self.other
 
     @property
     def bytes_per_token(self) -> int:
@@ -200,6 +202,7 @@ class MemoryReport:
             ("KV pool", self.kv_pool),
             ("temporaries of the largest step compiled", self.temporaries),
             ("step state", self.state),
+            ("token counts and masks (when first needed)", self.adjustments),
             ("blocks on their way to and from the host", self.staging),
             ("other (runtime, in use before)", self.other),
             ("free", self.free),

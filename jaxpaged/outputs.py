@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Natural logarithm of a token's probability before temperature and truncation.
+    """Natural logarithm of a token's probability: the model's, or, with logprobs_mode="processed_logprobs", that with
+    which it was drawn.
 
     `rank` counts the tokens at least as probable, 1 for the most probable.
     """
@@ -23,7 +24,8 @@ class CompletionOutput:
     """One completion of a prompt.
 
     `token_ids` keep the token that ended the completion, `text` does not.
-    `stop_reason` is the stop string or stop token id that ended it, None for end-of-sequence and length.
+    `finish_reason` "error": no token was left to draw. `stop_reason` is the stop string or stop token id that ended it,
+    what was wrong for "error", None for end-of-sequence and length.
     `logprobs`: for each token, token id → `Logprob`, the sampled token first.
     """
 
@@ -56,6 +58,7 @@ class RequestOutput:
     """All completions of one prompt, in the order of their `index`.
 
     A prompt that could not be served has `finished=True, outputs=[]` and says why in `error`.
+    `prompt_logprobs`: for each prompt token, token id → `Logprob`, the token itself first; None for the first one.
     `num_cached_tokens`: prompt tokens whose K and V were found in the prefix cache.
     """
 
@@ -64,7 +67,7 @@ class RequestOutput:
     prompt_token_ids: list[int] | None
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
     num_cached_tokens: int | None = None
     metrics: RequestMetrics | None = None

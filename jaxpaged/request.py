@@ -32,6 +32,10 @@ class Request:
     `arrival` orders requests: a smaller number came first. `max_tokens` is already cut to the room that
     max_model_len leaves. `block_ids[i]` holds the K and V of tokens [i × block_size, (i + 1) × block_size);
     `digests[i]` names the content of full block i and is extended as blocks fill.
+    `bad_words` are the token ids of its parameters' bad words, in each spelling.
+    `num_prompt_logprobs` are wanted beside those of the prompt's tokens (of n completions, by the first);
+    `prompt_logprobs` are those of the prompt's first tokens, None in place of the first, as far as they are known.
+    `is_adjusted`: anything but temperature and truncation changes its logits.
     `host_block_ids` are what `block_ids` were, in host memory, of a preempted request that is swapped out.
     `siblings` wait to be forked from this one: all its tokens but the last are theirs, too.
     Where `is_steered`, drawn tokens are not appended: each draw leaves its most probable ones as `candidates`, and the
@@ -45,6 +49,7 @@ class Request:
     max_tokens: int
     seed: int
     eos_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     parent_id: str | None = None
     child: int = 0
     siblings: list["Request"] = field(default_factory=list)
@@ -54,6 +59,8 @@ class Request:
     status: Status = Status.WAITING
     num_prompt_tokens: int = field(init=False)
     token_ids: list[int] = field(init=False)
+    is_adjusted: bool = field(init=False)
+    num_prompt_logprobs: int | None = field(init=False)
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     host_block_ids: list[int] = field(default_factory=list)
@@ -66,6 +73,7 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=lambda: [None])
     cumulative_logprob: float = 0.0
     arrival_time: float = field(default_factory=time.monotonic)
     first_scheduled_time: float | None = None
@@ -75,6 +83,16 @@ class Request:
     def __post_init__(self):
         self.token_ids = list(self.prompt_token_ids)
         self.num_prompt_tokens = len(self.prompt_token_ids)
+        p = self.params
+        is_penalized = (p.presence_penalty, p.frequency_penalty, p.repetition_penalty) != (0, 0, 1)
+        self.is_adjusted = bool(
+            is_penalized
+            or (p.min_tokens and self.stop_ids)
+            or p.logit_bias
+            or p.bad_words
+            or p.allowed_token_ids is not None
+        )
+        self.num_prompt_logprobs = p.prompt_logprobs if self.child == 0 else None
 
     @property
     def num_tokens(self) -> int:
@@ -164,6 +182,8 @@ class Request:
             max_tokens=self.max_tokens,
             seed=self.seed,
             eos_token_ids=self.eos_token_ids,
+            bad_words=self.bad_words,
+            child=self.child,
             is_steered=self.is_steered,
             candidates=self.candidates,
             logprobs=list(self.logprobs),

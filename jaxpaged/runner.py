@@ -19,7 +19,8 @@ import psutil
 from tqdm import tqdm
 
 from jaxpaged import steps
-from jaxpaged.batch import Buckets
+from jaxpaged.adjustments import Adjustments, make_adjustments, row_values, start_row
+from jaxpaged.batch import Buckets, prompt_chunk
 from jaxpaged.config import DeviceFacts, EngineConfig, ModelConfig
 from jaxpaged.kv_cache import (
     HostBlocks,
@@ -33,9 +34,13 @@ from jaxpaged.kv_cache import (
 from jaxpaged.memory import MOST_STAGED
 from jaxpaged.models.weights import Weights, map_specs, param_specs
 from jaxpaged.step_data import (
+    FEW_LOGPROBS,
     MAX_STOP_IDS,
+    AdjustedRow,
     BlockCopies,
     BlockUpdates,
+    PromptLogprobs,
+    PromptTargets,
     RowUpdates,
     StepInputs,
     StepLogprobs,
@@ -99,35 +104,70 @@ def use_compilation_cache():
 
 
 @dataclass(frozen=True, slots=True)
-class StepShape:
-    """What a step is compiled for: kind, padded tokens, padded requests, width of the log-probabilities."""
+class PrefillShape:
+    """What a prefill is compiled for: padded tokens, padded requests. What it computes, a `DrawShape` draws from."""
 
-    is_decode: bool
     num_tokens: int
     num_requests: int
+
+    def __str__(self) -> str:
+        return f"prefill of {self.num_tokens}×{self.num_requests}"
+
+
+@dataclass(frozen=True, slots=True)
+class DrawShape:
+    """What draws are compiled for: one after a prefill, or decodes, which compute a token before each draw.
+
+    Padded requests, width of the log-probabilities, whether anything but temperature and truncation changes logits.
+    """
+
+    is_decode: bool
+    num_requests: int
+    num_logprobs: int
+    is_adjusted: bool = False
+
+    def __str__(self) -> str:
+        kind, adjusted = "decode" if self.is_decode else "draw", ", adjusted" if self.is_adjusted else ""
+        return f"{kind} of {self.num_requests}, up to {self.num_logprobs} logprobs{adjusted}"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsShape:
+    """What the log-probabilities of a chunk of prompt are compiled for: padded tokens of the prefill, and width."""
+
+    num_tokens: int
     num_logprobs: int
 
     def __str__(self) -> str:
-        size = (
-            f"decode of {self.num_requests}" if self.is_decode else f"prefill of {self.num_tokens}×{self.num_requests}"
-        )
-        return f"{size}, up to {self.num_logprobs} logprobs"
+        return f"up to {self.num_logprobs} prompt logprobs in a prefill of {self.num_tokens}"
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateShape:
-    """What an update of the device's state before a step is compiled for: its kind and padded size."""
+    """What an update of the device's state before a step is compiled for: its kind and padded size. `Adjustments` are
+    made when first needed, an `AdjustedRow` is one of theirs."""
 
-    kind: type[RowUpdates] | type[BlockUpdates] | type[BlockCopies] | type[SwapOut] | type[SwapIn]
+    kind: (
+        type[RowUpdates]
+        | type[BlockUpdates]
+        | type[BlockCopies]
+        | type[SwapOut]
+        | type[SwapIn]
+        | type[AdjustedRow]
+        | type[Adjustments]
+    )
     size: int
 
     def __str__(self) -> str:
         return f"{self.size} {self.kind.__name__}"
 
 
+Shape = PrefillShape | DrawShape | PromptLogprobsShape | UpdateShape
+
+
 @dataclass(frozen=True, slots=True)
 class CompileRecord:
-    """One compiled step or update: its shape in words, seconds it took, bytes of its temporaries."""
+    """One compiled step or update: its shape in words, seconds it took, bytes of its temporaries and outputs."""
 
     shape: str
     seconds: float
@@ -148,20 +188,17 @@ class StepCompiler:
     def __init__(self, config: EngineConfig, model: ModelConfig, buckets: Buckets, num_blocks: int):
         assert isinstance(config.block_size, int)
         self.ledger: list[CompileRecord] = []
-        self._compiled: dict[StepShape | UpdateShape, Any] = {}
+        self._compiled: dict[Shape, Any] = {}
         self._is_strict = config.warmup == "strict"
-        self._buckets = buckets
-        self._static = {
-            "config": model,
-            "backend": config.attention_backend,
-            "max_model_len": config.max_model_len,
-        }
+        self._buckets, self._config, self._model = buckets, config, model
         specs = param_specs(model, config.dtype, config.quantization)
         self._weights = map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), specs)
         self._kv = pool_specs(model, num_blocks, config.block_size, config.dtype, config.attention_backend)
         self._state = jax.eval_shape(
             functools.partial(steps.make_row_state, buckets.num_rows, buckets.max_blocks, num_blocks)
         )
+        self._make_adjustments = functools.partial(make_adjustments, buckets.num_rows, model.vocab_size)
+        self._adjustments = jax.eval_shape(self._make_adjustments)
 
     @property
     def temporaries(self) -> int:
@@ -171,20 +208,25 @@ class StepCompiler:
     @property
     def state_bytes(self) -> int:
         """Bytes of the row state."""
-        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._state))
+        return _num_bytes(self._state)
 
-    def compile_all(self, shapes: Iterable[StepShape | UpdateShape]):
+    @property
+    def adjustments_bytes(self) -> int:
+        """Bytes of the rows' adjustments, set aside until they are needed."""
+        return _num_bytes(self._adjustments)
+
+    def compile_all(self, shapes: Iterable[Shape]):
         """Compiles all of them in parallel threads, with a progress bar."""
         shapes = [shape for shape in shapes if shape not in self._compiled]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for _ in tqdm(pool.map(self.compile, shapes), desc="Compiling steps", total=len(shapes), disable=None):
                 pass
 
-    def has(self, shape: StepShape | UpdateShape) -> bool:
+    def has(self, shape: Shape) -> bool:
         """Whether what has this shape is compiled."""
         return shape in self._compiled
 
-    def get(self, shape: StepShape | UpdateShape) -> Any:
+    def get(self, shape: Shape) -> Any:
         """The step or update of this shape, compiled now if it has not been. RuntimeError for that in strict mode."""
         if shape not in self._compiled:
             if self._is_strict:
@@ -194,30 +236,62 @@ class StepCompiler:
             self.compile(shape)
         return self._compiled[shape]
 
-    def compile(self, shape: StepShape | UpdateShape):
+    def compile(self, shape: Shape):
         """Compiles what has this shape and enters it in the ledger."""
         start = time.perf_counter()
         compiled = self.lower(shape).compile(compiler_options())
-        seconds = time.perf_counter() - start
-        self.ledger.append(CompileRecord(str(shape), seconds, compiled.memory_analysis().temp_size_in_bytes))
+        seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
+        num_bytes = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        self.ledger.append(CompileRecord(str(shape), seconds, num_bytes))
         logger.debug("compiled %s in %.2f s", shape, seconds)
         self._compiled[shape] = compiled
 
-    def lower(self, shape: StepShape | UpdateShape) -> Any:
+    def lower(self, shape: Shape) -> Any:
         """What has this shape, lowered from shapes alone."""
-        return self._lower_step(shape) if isinstance(shape, StepShape) else self._lower_update(shape)
+        match shape:
+            case PrefillShape():
+                return self._lower_prefill(shape)
+            case DrawShape():
+                return self._lower_draw(shape)
+            case PromptLogprobsShape():
+                return self._lower_prompt_logprobs(shape)
+            case UpdateShape():
+                return self._lower_update(shape)
 
-    def _lower_step(self, shape: StepShape) -> Any:
-        static = self._static | {"num_logprobs": shape.num_logprobs}
+    @property
+    def _model_options(self) -> dict[str, Any]:
+        config = self._config
+        return {"config": self._model, "backend": config.attention_backend, "max_model_len": config.max_model_len}
+
+    def _lower_prefill(self, shape: PrefillShape) -> Any:
+        step = functools.partial(steps.prefill_step, **self._model_options)
         b, per_request = shape.num_requests, _int32(shape.num_requests)
+        arguments = (_int32(shape.num_tokens), per_request, _int32(b + 1), per_request, _int32())
+        return jax.jit(step, donate_argnums=1).lower(self._weights, self._kv, self._state, *arguments)
+
+    def _lower_draw(self, shape: DrawShape) -> Any:
+        options = steps.DrawOptions(
+            num_logprobs=shape.num_logprobs,
+            has_processed_logprobs=self._config.logprobs_mode == "processed_logprobs",
+            logits_processors=self._config.logits_processors,
+            logits_processor_counts=self._config.logits_processor_counts,
+        )
+        state = replace(self._state, adjustments=self._adjustments if shape.is_adjusted else None)
+        arguments = (*[_int32(shape.num_requests)] * 4, jax.ShapeDtypeStruct((), jnp.bool_))
         if shape.is_decode:
-            step = functools.partial(steps.decode_step, **static, max_draws=self._buckets.max_draws)
-            arguments = (per_request, per_request, per_request, per_request)
-        else:
-            step = functools.partial(steps.prefill_step, **static)
-            arguments = (_int32(shape.num_tokens), per_request, _int32(b + 1), per_request, _int32())
-        arguments += (jax.ShapeDtypeStruct((), jnp.bool_),)
-        return jax.jit(step, donate_argnums=(1, 2)).lower(self._weights, self._kv, self._state, *arguments)
+            max_draws = self._buckets.max_draws if shape.num_logprobs <= FEW_LOGPROBS else 1
+            step = functools.partial(steps.decode_step, **self._model_options, max_draws=max_draws, options=options)
+            return jax.jit(step, donate_argnums=(1, 2)).lower(self._weights, self._kv, state, *arguments)
+        step, hidden_bd = functools.partial(steps.draw_step, options=options), self._hidden(shape.num_requests)
+        return jax.jit(step, donate_argnums=1).lower(steps.head_of(self._weights), state, hidden_bd, *arguments)
+
+    def _lower_prompt_logprobs(self, shape: PromptLogprobsShape) -> Any:
+        step = functools.partial(steps.prompt_logprobs_step, num_logprobs=shape.num_logprobs)
+        chunk = _int32(prompt_chunk(shape.num_tokens))
+        return jax.jit(step).lower(steps.head_of(self._weights), self._hidden(shape.num_tokens), chunk, chunk)
+
+    def _hidden(self, num_tokens: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_tokens, self._model.hidden_size), self._weights.final_norm_d.dtype)
 
     def _lower_update(self, shape: UpdateShape) -> Any:
         size, int32 = shape.size, _int32(shape.size)
@@ -225,10 +299,16 @@ class StepCompiler:
             return jax.jit(gather_blocks).lower(self._kv, int32)
         if shape.kind is SwapIn:
             return jax.jit(scatter_blocks, donate_argnums=0).lower(self._kv, int32, swap_spec(self._kv, size))
+        if shape.kind is Adjustments:
+            return jax.jit(self._make_adjustments).lower()
+        if shape.kind is AdjustedRow:
+            row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), self._adjustments)
+            return jax.jit(start_row, donate_argnums=0).lower(self._adjustments, _int32(), row)
         if shape.kind is RowUpdates:
             float32 = jax.ShapeDtypeStruct((size,), jnp.float32)
             tables, seeds = _int32(size, self._buckets.max_blocks), jax.ShapeDtypeStruct((size, 2), jnp.uint32)
-            sampling = (seeds, int32, float32, int32, float32, float32, _int32(size, MAX_STOP_IDS))
+            flags, stop_ids = jax.ShapeDtypeStruct((size,), jnp.bool_), _int32(size, MAX_STOP_IDS)
+            sampling = (seeds, int32, float32, int32, float32, float32, int32, stop_ids, flags)
             update, state, arguments = steps.update_rows, self._state, (int32, tables, *sampling)
         elif shape.kind is BlockUpdates:
             update, state, arguments = steps.update_blocks, self._state, (int32, int32, int32)
@@ -237,30 +317,70 @@ class StepCompiler:
         return jax.jit(update, donate_argnums=0).lower(state, *arguments)
 
 
-def _shape_of(inputs: StepInputs) -> StepShape:
-    return StepShape(inputs.is_decode, len(inputs.token_t), len(inputs.row_b), inputs.num_logprobs)
+def _draw_shape(inputs: StepInputs) -> DrawShape:
+    return DrawShape(inputs.is_decode, len(inputs.row_b), inputs.num_logprobs, inputs.is_adjusted)
+
+
+def _prefill_shape(inputs: StepInputs) -> PrefillShape:
+    return PrefillShape(len(inputs.token_t), len(inputs.row_b))
+
+
+def _prompt_logprobs_shape(num_tokens: int, targets: PromptTargets) -> PromptLogprobsShape:
+    return PromptLogprobsShape(num_tokens, targets.num_logprobs)
+
+
+def _shapes_of(inputs: StepInputs) -> list[Shape]:
+    """All that a step is made of, but for updates of the row state."""
+    shapes: list[Shape] = [_draw_shape(inputs)]
+    if not inputs.is_decode:
+        shapes.append(_prefill_shape(inputs))
+    if inputs.prompt_targets is not None:
+        shapes.append(_prompt_logprobs_shape(len(inputs.token_t), inputs.prompt_targets))
+    swaps = (*inputs.swaps_out, *inputs.swaps_in)
+    return shapes + [UpdateShape(type(swap), len(swap.device_block_c)) for swap in swaps]
 
 
 def _int32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def all_shapes(buckets: Buckets) -> list[StepShape | UpdateShape]:
+def _num_bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def all_shapes(buckets: Buckets, *, is_always_adjusted: bool) -> list[Shape]:
     """Every shape that a step can have, and every update of the device's state."""
-    decodes = [(True, b, b) for b in buckets.requests]
-    prefills = [(False, t, b) for t in buckets.tokens for b in buckets.prefill_requests(t)]
-    kinds = (RowUpdates, BlockUpdates, BlockCopies)
+    prefills = [PrefillShape(t, b) for t in buckets.tokens for b in buckets.prefill_requests(t)]
+    sizes = [(True, b) for b in buckets.requests] + [(False, b) for b in sorted({p.num_requests for p in prefills})]
+    draws = [
+        DrawShape(*size, num_logprobs, is_adjusted)
+        for is_adjusted in ([True] if is_always_adjusted else [False, True])
+        for num_logprobs in buckets.logprobs
+        for size in sizes
+    ]
+    prompts = [PromptLogprobsShape(t, num_logprobs) for t in buckets.tokens for num_logprobs in buckets.logprobs]
+    updates = [UpdateShape(kind, size) for kind in (RowUpdates, BlockUpdates, BlockCopies) for size in buckets.updates]
     return [
-        *(StepShape(*sizes, num_logprobs) for num_logprobs in buckets.logprobs for sizes in prefills + decodes),
-        *(UpdateShape(kind, size) for kind in kinds for size in buckets.updates),
+        *prefills,
+        *draws,
+        *prompts,
+        *updates,
         *(UpdateShape(kind, size) for kind in (SwapOut, SwapIn) for size in buckets.swaps),
+        UpdateShape(Adjustments, buckets.num_rows),
+        UpdateShape(AdjustedRow, 1),
     ]
 
 
-def largest_shape(buckets: Buckets) -> StepShape:
-    """The step with the most temporaries."""
-    most_tokens = buckets.tokens[-1]
-    return StepShape(False, most_tokens, buckets.prefill_requests(most_tokens)[-1], buckets.logprobs[-1])
+def largest_shapes(buckets: Buckets) -> list[Shape]:
+    """The steps of each kind with the most temporaries."""
+    most_tokens, most_logprobs = buckets.tokens[-1], buckets.logprobs[-1]
+    most_requests = buckets.prefill_requests(most_tokens)[-1]
+    return [
+        PrefillShape(most_tokens, most_requests),
+        DrawShape(False, most_requests, most_logprobs, True),
+        *(DrawShape(True, buckets.requests[-1], num_logprobs, True) for num_logprobs in buckets.logprobs),
+        PromptLogprobsShape(most_tokens, most_logprobs),
+    ]
 
 
 class Runner:
@@ -276,13 +396,14 @@ class Runner:
         assert config.num_device_blocks is not None
         self.scratch_block = config.num_device_blocks
         self.weights = weights
+        self._head = steps.head_of(weights)
         self.compiler = StepCompiler(config, model, buckets, config.num_device_blocks)
         self._config, self._model, self._buckets = config, model, buckets
         self._make_state()
         self._host_blocks = HostBlocks(swap_spec(self._kv, num_host_blocks))
         self.seconds_per_swap: float | None = None
         if config.warmup in ("full", "strict"):
-            self.compiler.compile_all(all_shapes(buckets))
+            self.compiler.compile_all(all_shapes(buckets, is_always_adjusted=config.logits_processor_counts))
             if num_host_blocks and config.preemption_mode == "auto":
                 self._measure_swap()
 
@@ -296,7 +417,7 @@ class Runner:
 
         Does not wait: steps run one after another on the device, and their outputs come to the host by themselves.
         """
-        step = self.compiler.get(_shape_of(inputs))
+        draw = self.compiler.get(_draw_shape(inputs))
         for swap in inputs.swaps_out:
             self._swap_out(swap)
         if inputs.copies is not None:
@@ -306,41 +427,73 @@ class Runner:
         for updates in (inputs.row_updates, inputs.block_updates):
             if updates is not None:
                 self._state = self._updated(self._state, updates)
-        arguments = (inputs.token_t, inputs.row_b)
+        self._adjust(inputs.adjusted_rows)
+        prompt_logprobs = None
+        requests = (inputs.row_b, inputs.context_len_b, inputs.num_draws_b, np.bool_(inputs.has_logprobs))
+        state = replace(self._state, adjustments=self._adjustments if inputs.is_adjusted else None)
         if inputs.is_decode:
-            arguments += (inputs.context_len_b, inputs.num_draws_b)
+            drawn, self._kv, state = draw(self.weights, self._kv, state, inputs.token_t, *requests)
         else:
-            arguments += (inputs.query_start_b1, inputs.context_len_b, np.int32(inputs.num_requests))
-        arguments += (np.bool_(inputs.has_logprobs),)
-        drawn, self._kv, self._state = step(self.weights, self._kv, self._state, *arguments)
-        if not inputs.has_logprobs:
-            drawn = replace(drawn, logprobs=None)
+            computed = self._prefill(inputs)
+            drawn, state = draw(self._head, state, computed.hidden_bd, computed.token_b, *requests)
+            if inputs.prompt_targets is not None:
+                prompt_logprobs = self._prompt_logprobs(computed, inputs.prompt_targets)
+        if inputs.is_adjusted:
+            self._adjustments = state.adjustments
+        self._state = replace(state, adjustments=None)
+        drawn = replace(
+            drawn, logprobs=drawn.logprobs if inputs.has_logprobs else None, prompt_logprobs=prompt_logprobs
+        )
         for array in jax.tree.leaves(drawn):
             array.copy_to_host_async()
         return drawn
 
     def is_compiled(self, inputs: StepInputs) -> bool:
         """Whether `launch` would have nothing to compile but updates of state, which take no time."""
-        swaps = [UpdateShape(type(swap), len(swap.device_block_c)) for swap in (*inputs.swaps_out, *inputs.swaps_in)]
-        return all(map(self.compiler.has, (_shape_of(inputs), *swaps)))
+        return all(map(self.compiler.has, _shapes_of(inputs)))
 
     def wait(self, drawn: steps.Drawn) -> StepOutput:
         """What a step has drawn, when it is done. Raises what went wrong on the device."""
-        token_id_ib, logprobs = jax.device_get((drawn.token_ib, drawn.logprobs))
+        token_id_ib, logprobs, chunks = jax.device_get((drawn.token_ib, drawn.logprobs, drawn.prompt_logprobs))
         self._host_blocks.land()
-        return StepOutput(token_id_ib=token_id_ib, logprobs=None if logprobs is None else StepLogprobs(*logprobs))
+        return StepOutput(
+            token_id_ib=token_id_ib,
+            logprobs=None if logprobs is None else StepLogprobs(*logprobs),
+            prompt_logprobs=None if chunks is None else PromptLogprobs(*map(np.concatenate, zip(*chunks, strict=True))),
+        )
+
+    def _prefill(self, inputs: StepInputs) -> steps.Computed:
+        prefill = self.compiler.get(_prefill_shape(inputs))
+        arguments = (inputs.token_t, inputs.row_b, inputs.query_start_b1, inputs.context_len_b)
+        computed, self._kv = prefill(self.weights, self._kv, self._state, *arguments, np.int32(inputs.num_requests))
+        return computed
+
+    def _prompt_logprobs(self, computed: steps.Computed, targets: PromptTargets) -> list[tuple[jax.Array, ...]]:
+        """Chunk after chunk, so that logits over the vocabulary are there of one chunk at a time."""
+        step = self.compiler.get(_prompt_logprobs_shape(len(computed.hidden_td), targets))
+        chunks = zip(targets.index_cp, targets.token_cp, strict=True)
+        return [step(self._head, computed.hidden_td, index_p, token_p) for index_p, token_p in chunks]
+
+    def _adjust(self, rows: Iterable[AdjustedRow]):
+        """Tells the device of rows whose logits are changed; the first one makes it allocate what is set aside."""
+        for row in rows:
+            if self._adjustments is None:
+                self._adjustments = self.compiler.get(UpdateShape(Adjustments, self._buckets.num_rows))()
+            values = row_values(row, self._model.vocab_size)
+            start = self.compiler.get(UpdateShape(AdjustedRow, 1))
+            self._adjustments = start(self._adjustments, np.int32(row.row), values)
 
     def reset(self):
         """Makes pool and row state anew, after a step that failed or may not have run: K and V are lost."""
         self._host_blocks.forget()
-        self._delete(self._kv, self._state)
+        self._delete(self._kv, self._state, self._adjustments)
         self._make_state()
 
     def close(self):
         """Gives the device memory back at once, and the host's."""
         self._host_blocks.forget()
         del self._host_blocks
-        self._delete(self.weights, self._kv, self._state)
+        self._delete(self.weights, self._kv, self._state, self._adjustments)
 
     def _make_state(self):
         config, buckets = self._config, self._buckets
@@ -348,6 +501,7 @@ class Runner:
         pool = (self.scratch_block, config.block_size, config.dtype, config.attention_backend)
         self._kv = make_pool(self._model, *pool)
         self._state = steps.make_row_state(buckets.num_rows, buckets.max_blocks, self.scratch_block)
+        self._adjustments: Adjustments | None = None
 
     def _delete(self, *trees: Any):
         for array in jax.tree.leaves(trees):

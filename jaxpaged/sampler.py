@@ -48,7 +48,7 @@ def draw_keys(rows: SamplingRows, position_b: jax.Array, purpose: int) -> jax.Ar
 
 
 def token_logprobs(logits_bv: jax.Array, token_b: jax.Array, num_top: int):
-    """Raw log-probabilities: (of `token_b` [b], their ranks [b], ids [b, k] and values [b, k] of the most probable).
+    """Log-probabilities: (of `token_b` [b], their ranks [b], ids [b, k] and values [b, k] of the most probable).
 
     A rank counts the tokens at least as probable.
     """
@@ -59,12 +59,34 @@ def token_logprobs(logits_bv: jax.Array, token_b: jax.Array, num_top: int):
     return chosen_b1[:, 0] - total_b, rank_b, id_bk.astype(jnp.int32), top_bk - total_b[:, None]
 
 
-def _draw(logits_bv, rows: SamplingRows, position_b) -> jax.Array:
-    batch, num_tokens = logits_bv.shape
+def processed_logits(logits_bv: jax.Array, rows: SamplingRows, token_b: jax.Array) -> jax.Array:
+    """What a row's token was drawn from [b, v]: logits over temperature, −inf where a truncation leaves a token out.
+
+    `token_b`, which was drawn, is in, though rounding may put it on the other side of the cut here.
+    """
+    scaled_bv, is_filtered_b = _scaled(logits_bv, rows)
+    cut_b = lax.cond(
+        jnp.any(is_filtered_b),
+        lambda: _cut_vocabulary(scaled_bv, rows, is_filtered_b),
+        lambda: jnp.full_like(rows.top_p_b, -jnp.inf),
+    )
+    drawn_b1 = jnp.take_along_axis(scaled_bv, token_b[:, None], axis=-1)
+    is_out_bv = is_filtered_b[:, None] & (scaled_bv < jnp.minimum(cut_b[:, None], drawn_b1))
+    return jnp.where(is_out_bv, -jnp.inf, scaled_bv)
+
+
+def _scaled(logits_bv, rows: SamplingRows) -> tuple[jax.Array, jax.Array]:
+    """(logits over temperature, 0 the largest [b, v], whether a truncation leaves out tokens [b])."""
     is_sampled_b = rows.temperature_b > 0
     is_filtered_b = is_sampled_b & ((rows.top_k_b > 0) | (rows.top_p_b < 1) | (rows.min_p_b > 0))
     temperature_b1 = jnp.where(is_sampled_b, rows.temperature_b, 1.0)[:, None]
-    scaled_bv = (logits_bv - logits_bv.max(-1, keepdims=True)) / temperature_b1
+    return (logits_bv - logits_bv.max(-1, keepdims=True)) / temperature_b1, is_filtered_b
+
+
+def _draw(logits_bv, rows: SamplingRows, position_b) -> jax.Array:
+    batch, num_tokens = logits_bv.shape
+    is_sampled_b = rows.temperature_b > 0
+    scaled_bv, is_filtered_b = _scaled(logits_bv, rows)
     key_b = draw_keys(rows, position_b, PURPOSE_SAMPLE)
     num_candidates = min(_NUM_CANDIDATES, num_tokens)
 

@@ -1,6 +1,7 @@
 """What a user asks of one request: how tokens are drawn, when they end, what is returned."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -24,9 +25,16 @@ def _unsupported(default: Any = None):
 class SamplingParams:
     """Sampling parameters of a request, with vLLM's names and defaults. Checked when made (ValueError).
 
+    Before a draw, logits are changed in this order: tokens that are not in `allowed_token_ids`, those that would
+    complete one of `bad_words`, and stop tokens before `min_tokens` get a logit of −inf; `logit_bias` is added; the
+    repetition, frequency and presence penalties are applied; then come temperature, min_p, top_k and top_p. Where
+    that leaves no token, the completion ends with finish_reason "error".
+
     Differences from vLLM, on purpose: a temperature between 0 and 0.01 is used as given instead of being raised
-    to 0.01; a parameter that is not supported yet is refused instead of ignored; a stop string that is a special token
-    ends the text also where special tokens are left out of it, instead of never.
+    to 0.01; bad words are refused as spelled with and without a space before them, however many tokens either takes;
+    repetition_penalty and logit_bias have bounds beyond which float32 would overflow; a stop string that is a special
+    token ends the text also where special tokens are left out of it, instead of never; a parameter that is not
+    supported yet is refused instead of ignored.
     """
 
     n: int = 1
@@ -41,6 +49,20 @@ class SamplingParams:
     """Keep tokens at least min_p times as probable as the most probable one; in [0, 1]."""
     seed: int | None = None
     """Makes the request repeatable. None (or -1) draws one from the engine's seed."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output has already; in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit as often as the output has it; in [-2, 2]."""
+    repetition_penalty: float = 1.0
+    """Divides the logits, where negative multiplies those, of tokens that prompt or output have (arXiv:1909.05858);
+    in [0.001, 1000]."""
+    logit_bias: dict[int, float] | tuple[tuple[int, float], ...] | None = None
+    """Token id → number added to its logit; in [-1000000, 1000000]. Kept as a tuple of pairs."""
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
+    """The only tokens that may be drawn. Kept as a tuple."""
+    bad_words: list[str] | tuple[str, ...] | None = None
+    """Texts that the output does not have: the last token of their spelling is not drawn after the others. Kept as a
+    tuple."""
     stop: str | list[str] | tuple[str, ...] | None = None
     """Strings that end the text at the token that completes them; `text` ends before. Kept as a tuple."""
     stop_token_ids: list[int] | tuple[int, ...] | None = None
@@ -51,8 +73,13 @@ class SamplingParams:
     """Go on after the model's end-of-sequence tokens."""
     max_tokens: int | None = 16
     """Most tokens to generate; None: up to max_model_len."""
+    min_tokens: int = 0
+    """So many tokens are generated before one that ends the request may be drawn, or a stop string is looked for."""
     logprobs: int | None = None
-    """Return this many log-probabilities a token and the sampled token's own; 0: the sampled token's only."""
+    """Return this many log-probabilities a token and the sampled token's own; 0: the sampled token's only, -1: those
+    of the whole vocabulary."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first, which nothing comes before."""
     detokenize: bool = True
     """False leaves text empty."""
     skip_special_tokens: bool = True
@@ -62,14 +89,6 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     """What the outputs of `Engine.step` hold."""
 
-    presence_penalty: float = _unsupported(0.0)
-    frequency_penalty: float = _unsupported(0.0)
-    repetition_penalty: float = _unsupported(1.0)
-    min_tokens: int = _unsupported(0)
-    bad_words: list[str] | None = _unsupported()
-    logit_bias: dict[int, float] | None = _unsupported()
-    allowed_token_ids: list[int] | None = _unsupported()
-    prompt_logprobs: int | None = _unsupported()
     flat_logprobs: bool = _unsupported(False)
     structured_outputs: Any = _unsupported()
     logprob_token_ids: list[int] | None = _unsupported()
@@ -94,6 +113,7 @@ class SamplingParams:
         self._check_numbers()
         self._check_flags()
         self._check_stop()
+        self._check_tokens()
         if self.n > 1 and self.temperature == 0:
             raise ValueError(f"n must be 1 when sampling greedily (temperature=0), got n={self.n}; all would be equal")
 
@@ -105,18 +125,19 @@ class SamplingParams:
             put("seed", None)
         if self.top_k == -1:
             put("top_k", 0)
-        if self.logprobs is True:
-            put("logprobs", 1)
-        if self.stop is None:
-            put("stop", ())
-        elif isinstance(self.stop, str):
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                put(name, 1)
+        if isinstance(self.stop, str):
             put("stop", (self.stop,))
-        elif isinstance(self.stop, (list, tuple)):
-            put("stop", tuple(self.stop))
-        if self.stop_token_ids is None:
-            put("stop_token_ids", ())
-        elif isinstance(self.stop_token_ids, (list, tuple, set, frozenset)):
-            put("stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
+            if getattr(self, name) is None:
+                put(name, ())
+        if isinstance(self.logit_bias, Mapping):
+            put("logit_bias", tuple(self.logit_bias.items()))
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            if isinstance(getattr(self, name), (list, tuple, set, frozenset)):
+                put(name, tuple(getattr(self, name)))
 
     def _check_numbers(self):
         _whole("n", self.n, 1, 16384)
@@ -128,8 +149,15 @@ class SamplingParams:
             _whole("seed", self.seed, _SEED_MIN, _SEED_MAX)
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, 2**31 - 1, "; None: up to max_model_len")
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, -1, 2**31 - 1, "; -1: the whole vocabulary")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), -1, 2**31 - 1, "; -1: the whole vocabulary")
+        _real("presence_penalty", self.presence_penalty, -2, 2)
+        _real("frequency_penalty", self.frequency_penalty, -2, 2)
+        _real("repetition_penalty", self.repetition_penalty, 0.001, 1000)
+        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}")
 
     def _check_flags(self):
         flags = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
@@ -155,6 +183,31 @@ class SamplingParams:
         for token_id in self.stop_token_ids:
             _whole("stop_token_ids", token_id, 0, 2**31 - 1)
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
+
+    def _check_tokens(self):
+        """Which tokens are favoured or forbidden."""
+        words, allowed, pairs = self.bad_words, self.allowed_token_ids, self.logit_bias
+        if not isinstance(words, tuple) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"bad_words={words!r} must be a list of strings")
+        if not all(word.strip() for word in words):
+            raise ValueError(f"bad_words={list(words)!r} cannot contain an empty string, or one of spaces only")
+        if allowed is not None:
+            if not isinstance(allowed, tuple):
+                raise ValueError(f"allowed_token_ids={allowed!r} must be a list of token ids")
+            if not allowed:
+                raise ValueError("allowed_token_ids=[] allows no token; give one or more, or None for all")
+            for token_id in allowed:
+                _whole("allowed_token_ids", token_id, 0, 2**31 - 1)
+        if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+            raise ValueError(f"logit_bias={pairs!r} must be a dictionary from token ids to numbers")
+        token_id_to_bias = {}
+        for token_id, bias in pairs:
+            if isinstance(token_id, str) and token_id.isdecimal():  # as JSON has it
+                token_id = int(token_id)
+            _whole("logit_bias", token_id, 0, 2**31 - 1)
+            _real(f"logit_bias of token {token_id}", bias, -1e6, 1e6)
+            token_id_to_bias[token_id] = float(bias)
+        object.__setattr__(self, "logit_bias", tuple(token_id_to_bias.items()))
 
 
 def _whole(name: str, value: Any, least: int, most: int, hint: str = ""):

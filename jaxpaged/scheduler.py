@@ -12,6 +12,7 @@ ends a request early is thus seen late, and what was drawn beyond the end is dro
 """
 
 import bisect
+import math
 import time
 from collections import deque
 
@@ -21,9 +22,13 @@ from jaxpaged.memory import PreemptionCosts, blocks_for
 from jaxpaged.outputs import Logprob
 from jaxpaged.request import Request, Status
 from jaxpaged.step_data import (
+    FEW_LOGPROBS,
     MAX_STOP_IDS,
+    NO_TOKEN,
     NOT_DRAWN,
     ON_DEVICE,
+    PROMPT_LOGPROBS_CHUNK,
+    AdjustedRow,
     ScheduledRequest,
     ScheduledStep,
     StartedRow,
@@ -40,6 +45,8 @@ class _Plan:
         self.filled: set[bytes] = set()
         """Digests of the blocks that this step fills with prompt."""
         self.most_draws = 1
+        self.costly_budget = PROMPT_LOGPROBS_CHUNK
+        """Prompt tokens left to requests that want the log-probabilities of more than a few tokens for each."""
         self.num_preempted = 0
         self.has_stalled = False
 
@@ -166,7 +173,7 @@ class Scheduler:
             num_tokens = request.num_tokens_to_compute
             if num_tokens > 0:
                 (decodes if num_tokens == 1 else prefills).append(request)
-        if most_draws > 1 and not prefills and not self.waiting and self._has_blocks_for(decodes, most_draws):
+        if most_draws > 1 and not prefills and not self.waiting and self._may_draw(decodes, most_draws):
             plan.most_draws = most_draws
         self._schedule_running(plan, decodes + prefills)
         self._admit(plan)
@@ -191,7 +198,11 @@ class Scheduler:
         """
         updated = []
         drawn = output.token_id_ib.T.tolist()
+        first_target = 0
         for i, (scheduled, request) in enumerate(zip(step.requests, self._in_flight.popleft(), strict=True)):
+            if scheduled.prompt_target_ids:
+                _append_prompt_logprobs(request, scheduled, output, first_target)
+                first_target += len(scheduled.prompt_target_ids)
             if request.status is Status.FINISHED or not scheduled.num_draws:
                 continue
             request.num_in_flight -= scheduled.num_draws
@@ -199,6 +210,10 @@ class Scheduler:
             for draw in range(scheduled.num_draws):
                 if drawn[i][draw] == NOT_DRAWN:
                     raise RuntimeError(f"request {request.id} is not at its end, but the device stopped drawing")
+                if drawn[i][draw] == NO_TOKEN:
+                    request.finish_reason = "error"
+                    request.stop_reason = "no token may be drawn: all are forbidden, or logits are not numbers"
+                    break
                 logprobs = None
                 if scheduled.num_logprobs is not None:
                     logprobs = _logprobs(output, draw, i, scheduled.num_logprobs)
@@ -240,6 +255,9 @@ class Scheduler:
     def _schedule_tokens(self, plan: _Plan, request: Request):
         """Gives a running request as many of its tokens as budget and blocks allow."""
         num_tokens = min(request.num_tokens_to_compute, plan.budget)
+        has_costly_targets = _has_targets(request) and _is_costly(request.num_prompt_logprobs)
+        if has_costly_targets:
+            num_tokens = min(num_tokens, plan.costly_budget)
         if num_tokens == 0:
             return
         num_more = min(plan.most_draws, request.num_draws_left) - 1 if plan.most_draws > 1 else 0
@@ -252,6 +270,7 @@ class Scheduler:
         stop, num_known = start + num_tokens, len(request.token_ids)
         num_draws = 1 + num_more if stop == num_known + request.num_in_flight else 0
         plan.budget -= num_tokens
+        plan.costly_budget -= num_tokens if has_costly_targets else 0
         plan.scheduled[request] = ScheduledRequest(
             request_id=request.id,
             row=_row(request),
@@ -262,15 +281,21 @@ class Scheduler:
             num_draws=num_draws,
             is_prefill=start < request.num_prompt_tokens,
             num_logprobs=request.params.logprobs if num_draws else None,
+            is_adjusted=self._is_adjusted(request),
+            prompt_target_ids=tuple(request.prompt_token_ids[start + 1 : stop + 1]) if _has_targets(request) else (),
+            num_prompt_logprobs=request.num_prompt_logprobs or 0,
         )
         if num_tokens > 1 and self.config.enable_prefix_caching:
             num_full = min(stop, num_known) // self.block_size
             plan.filled.update(self._digests(request, num_full)[request.num_indexed_blocks : num_full])
 
-    def _has_blocks_for(self, decodes: list[Request], most_draws: int) -> bool:
-        """Whether all of them find blocks for `most_draws` tokens without a preemption."""
+    def _may_draw(self, decodes: list[Request], most_draws: int) -> bool:
+        """Whether all of them find blocks for `most_draws` tokens without a preemption, and none wants
+        log-probabilities that several draws in a call have no room for."""
         needed = 0
         for request in decodes:
+            if _is_costly(request.params.logprobs) or _has_targets(request):
+                return False
             num_tokens = request.num_computed_tokens + min(most_draws, request.num_draws_left)
             needed += max(blocks_for(num_tokens, self.block_size) - len(request.block_ids), 0)
         return needed <= self.pool.num_available
@@ -460,7 +485,8 @@ class Scheduler:
         self._in_flight.append(list(plan.scheduled))
         step = ScheduledStep(
             requests=tuple(plan.scheduled.values()),
-            started=tuple(_started_row(request) for request in self._started.values()),
+            started=tuple(self._started_row(request) for request in self._started.values()),
+            adjusted=tuple(_adjusted_row(r) for r in self._started.values() if self._is_adjusted(r)),
             released=tuple(sorted(self._released - self._started.keys())),
             swaps_out=tuple(self._swaps_out),
             copies=tuple(self._copies),
@@ -474,6 +500,26 @@ class Scheduler:
         self._read_host_blocks()
         return step
 
+    def _is_adjusted(self, request: Request) -> bool:
+        """Whether the device keeps counts of its tokens, and whatever else changes its logits."""
+        return request.is_adjusted or self.config.logits_processor_counts
+
+    def _started_row(self, request: Request) -> StartedRow:
+        params = request.params
+        return StartedRow(
+            row=_row(request),
+            block_ids=tuple(request.block_ids),
+            seed=request.seed,
+            child=request.child,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            num_prompt_tokens=request.num_prompt_tokens,
+            stop_ids=request.stop_ids[:MAX_STOP_IDS],
+            is_adjusted=self._is_adjusted(request),
+        )
+
     # ---- prefix cache
 
     def _match_prefix(self, request: Request) -> list[int]:
@@ -482,8 +528,15 @@ class Scheduler:
         return self.pool.match(self._digests(request, num_blocks)[:num_blocks])
 
     def _num_cacheable(self, request: Request) -> int:
-        """Most blocks that a prefix hit of the request can cover."""
-        return (request.num_tokens - 1) // self.block_size if self.config.enable_prefix_caching else 0
+        """Most blocks that a prefix hit of the request can cover.
+
+        Where log-probabilities of the prompt are still wanted, what comes before the first of these is computed.
+        """
+        if not self.config.enable_prefix_caching:
+            return 0
+        is_known = request.num_prompt_logprobs is None or len(request.prompt_logprobs) == request.num_prompt_tokens
+        most_tokens = request.num_tokens - 1 if is_known else len(request.prompt_logprobs) - 1
+        return most_tokens // self.block_size
 
     def _index_full_blocks(self, request: Request):
         """Makes the blocks findable that are full of tokens known and computed."""
@@ -511,29 +564,62 @@ def _row(request: Request) -> int:
     return request.row
 
 
-def _started_row(request: Request) -> StartedRow:
+def _has_targets(request: Request) -> bool:
+    """Whether the log-probability of the prompt token after the next one to compute is wanted."""
+    if request.num_prompt_logprobs is None or len(request.prompt_logprobs) == request.num_prompt_tokens:
+        return False
+    return request.num_computed_tokens < request.num_prompt_tokens - 1
+
+
+def _is_costly(num_logprobs: int | None) -> bool:
+    return num_logprobs is not None and not 0 <= num_logprobs <= FEW_LOGPROBS
+
+
+def _adjusted_row(request: Request) -> AdjustedRow:
     params = request.params
-    return StartedRow(
+    allowed = params.allowed_token_ids
+    return AdjustedRow(
         row=_row(request),
-        block_ids=tuple(request.block_ids),
-        seed=request.seed,
-        child=request.child,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        stop_ids=request.stop_ids[:MAX_STOP_IDS],
+        prompt_token_ids=tuple(request.prompt_token_ids),
+        output_token_ids=tuple(request.output_token_ids),
+        stop_ids=request.stop_ids,
+        min_tokens=params.min_tokens,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=dict(params.logit_bias or ()),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
+        bad_words=request.bad_words,
     )
 
 
 def _logprobs(output: StepOutput, draw: int, i: int, num_logprobs: int) -> dict[int, Logprob]:
     """Of one draw of request i: token id → log-probability, that of the drawn token first."""
     logprobs = output.logprobs
+    logprobs, token_id = output.logprobs, int(output.token_id_ib[draw, i])
     assert logprobs is not None, "a request asked for logprobs, but the step returned none"
-    top_id_k, top_logprob_k = logprobs.top_id_ibk[draw, i], logprobs.top_logprob_ibk[draw, i]
-    width = len(top_id_k) if num_logprobs == -1 else num_logprobs
     drawn = Logprob(float(logprobs.drawn_ib[draw, i]), int(logprobs.rank_ib[draw, i]))
-    entry = {int(output.token_id_ib[draw, i]): drawn}
-    for rank in range(width):
-        entry.setdefault(int(top_id_k[rank]), Logprob(float(top_logprob_k[rank]), rank + 1))
+    top = logprobs.top_id_ibk[draw, i], logprobs.top_logprob_ibk[draw, i]
+    return _entry(token_id, drawn, *top, num_logprobs)
+
+
+def _append_prompt_logprobs(request: Request, scheduled: ScheduledRequest, output: StepOutput, first: int):
+    """Takes the log-probabilities `first`, … of the step's prompt tokens; those known from before a preemption stay."""
+    logprobs = output.prompt_logprobs
+    assert logprobs is not None, "a request asked for prompt_logprobs, but the step returned none"
+    for i, token_id in enumerate(scheduled.prompt_target_ids):
+        if scheduled.start + 1 + i == len(request.prompt_logprobs):
+            own = Logprob(float(logprobs.logprob_n[first + i]), int(logprobs.rank_n[first + i]))
+            top = logprobs.top_id_nk[first + i], logprobs.top_logprob_nk[first + i]
+            request.prompt_logprobs.append(_entry(token_id, own, *top, scheduled.num_prompt_logprobs))
+
+
+def _entry(token_id: int, own: Logprob, top_id_k, top_logprob_k, num_logprobs: int) -> dict[int, Logprob]:
+    """A token's own log-probability and those of the most probable tokens; −1: of all. Those of −inf are left out."""
+    entry = {token_id: own}
+    width = len(top_id_k) if num_logprobs == -1 else num_logprobs
+    candidates = zip(top_id_k[:width].tolist(), top_logprob_k[:width].tolist(), strict=True)
+    for rank, (candidate, logprob) in enumerate(candidates, 1):
+        if logprob > -math.inf:
+            entry.setdefault(candidate, Logprob(logprob, rank))
     return entry

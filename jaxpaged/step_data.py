@@ -15,8 +15,20 @@ ON_DEVICE = -1
 NOT_DRAWN = -1
 """In place of a drawn token: the request had come to its end, or was not there."""
 
+NO_TOKEN = -2
+"""In place of a drawn token: none could be drawn, for every one is forbidden or its logit is not a number."""
+
 MAX_STOP_IDS = 8
 """Most token ids for each row at which the device stops drawing by itself; the host finds the others."""
+
+MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 256, 16
+"""Most bad words of several tokens that a row has room for, and most tokens in one."""
+
+FEW_LOGPROBS = 20
+"""Log-probabilities of more tokens than this are costly: they take calls of one draw, and few prompt tokens a step."""
+
+PROMPT_LOGPROBS_CHUNK = 128
+"""Most prompt tokens whose logits over the vocabulary are there at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +46,29 @@ class StartedRow:
     top_k: int
     top_p: float
     min_p: float
+    num_prompt_tokens: int
     stop_ids: tuple[int, ...] = ()
+    is_adjusted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdjustedRow:
+    """What changes the logits of a row that a request takes; see `adjustments.Adjustments`, made of these.
+
+    `bad_words`: token ids of each. `allowed_token_ids` None: all.
+    """
+
+    row: int
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+    min_tokens: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: dict[int, float]
+    allowed_token_ids: tuple[int, ...] | None
+    bad_words: tuple[tuple[int, ...], ...]
 
 
 class ScheduledRequest(NamedTuple):
@@ -42,7 +76,10 @@ class ScheduledRequest(NamedTuple):
 
     `new_block_ids` come after the blocks that the row has. `num_draws`: tokens drawn after the last one, each but the
     last computed in turn; more than one in a step of decodes alone. `num_logprobs`: how many log-probabilities are
-    wanted beside those of the drawn tokens; None: none at all. (A tuple, since one is made for each decode of a step.)
+    wanted beside those of the drawn tokens; None: none at all. `is_adjusted`: whether anything but temperature and
+    truncation changes its logits. `prompt_target_ids`: the tokens that follow its first ones in the prompt, where their
+    log-probabilities are wanted, and those of `num_prompt_logprobs` others. (A tuple, since one is made for each
+    decode of a step.)
     """
 
     request_id: str
@@ -54,6 +91,9 @@ class ScheduledRequest(NamedTuple):
     num_draws: int
     is_prefill: bool
     num_logprobs: int | None = None
+    is_adjusted: bool = False
+    prompt_target_ids: tuple[int, ...] = ()
+    num_prompt_logprobs: int = 0
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -75,6 +115,7 @@ class ScheduledStep:
 
     requests: tuple[ScheduledRequest, ...]
     started: tuple[StartedRow, ...] = ()
+    adjusted: tuple[AdjustedRow, ...] = ()
     released: tuple[int, ...] = ()
     swaps_out: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
@@ -98,7 +139,9 @@ class RowUpdates:
     top_k_u: np.ndarray
     top_p_u: np.ndarray
     min_p_u: np.ndarray
+    num_prompt_tokens_u: np.ndarray
     stop_id_us: np.ndarray
+    is_adjusted_u: np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,13 +178,24 @@ class SwapIn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PromptTargets:
+    """Prompt tokens whose log-probabilities are wanted, in chunks [c, p]: where in the step's tokens the one before
+    each is, and its id; padding, at the end, has index 0. `num_logprobs`: padded to how many others."""
+
+    index_cp: np.ndarray
+    token_cp: np.ndarray
+    num_logprobs: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepInputs:
     """A step padded to a bucket: tokens [t] of `num_requests` requests packed one after another, requests [b].
 
     Request i has tokens [query_start[i], query_start[i + 1]); its context_len counts the tokens computed before
     and those of this step, so that its last token has position context_len − 1. Padded requests have length 0.
     `is_decode`: one token for each request, t = b. `num_draws_b`: tokens to draw after it, 0 for padding.
-    `has_logprobs`: whether any request asked for some, `num_logprobs`: padded to how many.
+    `has_logprobs`: whether any request asked for some, `num_logprobs`: padded to how many. `is_adjusted`: whether
+    any request's logits are changed.
     """
 
     is_decode: bool
@@ -154,7 +208,10 @@ class StepInputs:
     num_draws_b: np.ndarray
     has_logprobs: bool
     num_logprobs: int
+    is_adjusted: bool
+    prompt_targets: PromptTargets | None
     row_updates: RowUpdates | None
+    adjusted_rows: tuple[AdjustedRow, ...]
     block_updates: BlockUpdates | None
     swaps_out: tuple[SwapOut, ...]
     copies: BlockCopies | None
@@ -171,12 +228,24 @@ class StepLogprobs:
     top_logprob_ibk: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of each prompt token wanted, of one request after another [n]: log-probability, rank, and the most probable
+    tokens in its place [n, k]."""
+
+    logprob_n: np.ndarray
+    rank_n: np.ndarray
+    top_id_nk: np.ndarray
+    top_logprob_nk: np.ndarray
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutput:
-    """The tokens drawn after each request of the step, one draw after another [i, b]; NOT_DRAWN beyond its end.
+    """The tokens drawn after each request of the step, one draw after another [i, b].
 
-    Meaningless where the request was not to draw.
+    NOT_DRAWN beyond its end, and where the request was not to draw; NO_TOKEN where it could not, which ends it.
     """
 
     token_id_ib: np.ndarray
     logprobs: StepLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | None = None

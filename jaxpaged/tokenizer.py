@@ -114,9 +114,9 @@ class GGUFTokenizer:
         self.all_special_ids = [i for i, token in backend.get_added_tokens_decoder().items() if token.special]
         self._backend, self._control, self._special = backend, control, special
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with BOS and EOS where the file says so."""
-        return self._backend.encode(text).ids
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, with BOS and EOS where the file says so, unless told otherwise."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         """The text of token ids."""
@@ -229,14 +229,23 @@ def _transformers() -> Any:
     return transformers
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str, **options: bool) -> list[int]:
     """Token ids of a text, with the BOS token in front if the tokenizer adds one. ValueError for text it refuses."""
     name = f"{type(tokenizer).__name__}.encode"
     try:
-        token_ids = tokenizer.encode(text)
+        token_ids = tokenizer.encode(text, **options)
     except Exception as error:  # a lone surrogate, for one: each tokenizer has an exception of its own
         raise ValueError(f"{name} cannot take the text {text[:40]!r}: {error}") from error
     return _token_ids(token_ids, name)
+
+
+def spellings(tokenizer: Tokenizer, word: str) -> list[tuple[int, ...]]:
+    """The token ids of a word at the beginning of a text and after a space, without special tokens."""
+    options = {}
+    if "add_special_tokens" in inspect.signature(tokenizer.encode).parameters:
+        options["add_special_tokens"] = False
+    texts = word.lstrip(), f" {word.lstrip()}"
+    return list(dict.fromkeys(tuple(encode(tokenizer, text, **options)) for text in texts))
 
 
 def encode_chat(
@@ -324,6 +333,7 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._include_stop_str = include_stop_str_in_output
         self._num_before_match = max(map(len, self._stop), default=1) - 1
+        self._num_without_stop = min_tokens
         self._matched: str | None = None
 
         self._context, self._context_text = self._last_word(prompt_token_ids)

@@ -18,7 +18,6 @@ noisy machine is noisy for all of them; figures are lower quartiles in milliseco
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import platform
@@ -34,8 +33,8 @@ from jaxpaged import Engine, sampler
 from jaxpaged.attention import paged_attention
 from jaxpaged.models import decoder, layers
 from jaxpaged.models.weights import Weights
-from jaxpaged.runner import StepShape, compiler_options
-from jaxpaged.steps import RowState
+from jaxpaged.runner import DrawShape, PrefillShape, compiler_options
+from jaxpaged.steps import RowState, sampling_rows
 
 
 def attention_of_all_layers(kv, qkv_tnh, query_start_b1, context_len_b, page_table_bp, *, model, backend, is_decode):
@@ -115,7 +114,9 @@ class Parts:
             self.query_start_b1 = np.pad(self.query_start_b1, (0, pad), mode="edge")
             self.context_len_b = np.pad(self.context_len_b, (0, pad))
         self.num_requests = num_requests
-        self.step_compiled = self.runner.compiler.get(StepShape(is_decode, t, b, buckets.logprobs[0]))
+        self.draw_compiled = self.runner.compiler.get(DrawShape(is_decode, b, buckets.logprobs[0]))
+        if not is_decode:
+            self.prefill_compiled = self.runner.compiler.get(PrefillShape(t, b))
         self._compile_parts(engine, jnp.asarray(table_rp[self.row_b]), t, b)
 
     def _compile_parts(self, engine: Engine, page_table_bp, t: int, b: int):
@@ -137,20 +138,23 @@ class Parts:
         self.gate_up_to = jnp.ones((t, 2 * model.intermediate_size), dtype)
         self.head_compiled = compiled(head)
         state: RowState = self.runner._state
-        per_row = [getattr(state, f.name)[self.row_b] for f in dataclasses.fields(state)]
-        self.rows = sampler.SamplingRows(*per_row[2:8])
+        self.rows = sampling_rows(state, self.row_b)
         self.x_bd = jnp.ones((b, model.hidden_size), dtype)
 
     def step(self) -> float:
         """Runs the step; seconds until its call returned."""
         runner, start = self.runner, time.perf_counter()
+        requests = (self.row_b, self.context_len_b, np.ones_like(self.row_b), np.bool_(False))
         if self.is_decode:
-            arguments = (self.token_t, self.row_b, self.context_len_b, np.ones_like(self.row_b))
+            drawn, runner._kv, runner._state = self.draw_compiled(
+                runner.weights, runner._kv, runner._state, self.token_t, *requests
+            )
         else:
             arguments = (self.token_t, self.row_b, self.query_start_b1, self.context_len_b, np.int32(self.num_requests))
-        drawn, runner._kv, runner._state = self.step_compiled(
-            runner.weights, runner._kv, runner._state, *arguments, np.bool_(False)
-        )
+            computed, runner._kv = self.prefill_compiled(runner.weights, runner._kv, runner._state, *arguments)
+            drawn, runner._state = self.draw_compiled(
+                runner._head, runner._state, computed.hidden_bd, computed.token_b, *requests
+            )
         launch = time.perf_counter() - start
         np.asarray(drawn.token_ib)
         return launch

@@ -35,7 +35,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jaxpaged.batch import make_buckets
 from jaxpaged.config import EngineConfig, ModelConfig
 from jaxpaged.models.weights import ParamSpec, map_specs, param_specs
-from jaxpaged.runner import StepCompiler, StepShape
+from jaxpaged.runner import DrawShape, PrefillShape, StepCompiler
 from pallas_kernels.tpu.layout import rows_per_tile
 from pallas_kernels.tpu.paged_attention import paged_attention
 
@@ -167,12 +167,13 @@ def compile_step(target: Target, model: ModelConfig, kind: str, num_layers: int,
     compiler._state = target.placed(compiler._state)
     compiler._kv = target.placed(compiler._kv, PartitionSpec(None, None, axis))
     b = MAX_NUM_SEQS
-    shape = StepShape(True, b, b, 20) if kind == "decode" else StepShape(False, MAX_TOKENS, b, 20)
+    shape = DrawShape(True, b, 20) if kind == "decode" else PrefillShape(MAX_TOKENS, b)
     pools = jax.tree.leaves(compiler._kv)
     big = [leaf.sharding.shard_shape(leaf.shape) for leaf in (*pools, *jax.tree.leaves(compiler._weights))]
     facts = compiled_facts(target, lambda: compiler.lower(shape), big)
     pool_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in pools) // target.num_devices
-    return facts | {"donated_bytes": pool_bytes + compiler.state_bytes, "layer_pool_bytes": pool_bytes // len(pools)}
+    donated_bytes = pool_bytes + (compiler.state_bytes if kind == "decode" else 0)
+    return facts | {"donated_bytes": donated_bytes, "layer_pool_bytes": pool_bytes // len(pools)}
 
 
 def compiled_facts(target: Target, lower: Callable, big_shapes: list[tuple[int, ...]]) -> dict:

@@ -27,7 +27,7 @@ from jaxpaged.checkpoints import open_model
 from jaxpaged.config import GIB, DeviceFacts, EngineConfig, ModelConfig, resolve
 from jaxpaged.memory import MemoryReport
 from jaxpaged.models.weights import param_specs, weight_bytes
-from jaxpaged.runner import StepCompiler, device_facts, largest_shape
+from jaxpaged.runner import StepCompiler, device_facts, largest_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +93,18 @@ def partition(model: ModelConfig, given: EngineConfig, facts: DeviceFacts, *, is
     compiler = StepCompiler(config, model, buckets, num_blocks=1)
     temporaries = estimated_temporaries(model, config)
     if is_compiled:
-        compiler.get(largest_shape(buckets))
+        compiler.compile_all(largest_shapes(buckets))
         temporaries = compiler.temporaries
-    sizes = {"weights": weights, "temporaries": temporaries, "state": compiler.state_bytes}
-    num_blocks = memory.decide_num_device_blocks(config, model, facts, **sizes)
+    sizes = {"weights": weights, "temporaries": temporaries}
+    state = compiler.state_bytes + compiler.adjustments_bytes
+    num_blocks = memory.decide_num_device_blocks(config, model, facts, **sizes, state=state)
     assert isinstance(config.block_size, int) and config.max_model_len is not None
     fitted = memory.fit_max_model_len(given.max_model_len, config.max_model_len, num_blocks, config.block_size)
     config = dataclasses.replace(config, max_model_len=fitted)
     per_block = memory.block_bytes(model, config.block_size, config.dtype)
     return MemoryReport(
         limit=facts.memory_limit, total=facts.memory_limit, **sizes, kv_pool=(num_blocks + 1) * per_block,
+        state=compiler.state_bytes, adjustments=compiler.adjustments_bytes,
         staging=memory.swap_staging_bytes(config, per_block), other=facts.memory_in_use, block_size=config.block_size,
         bytes_per_block=per_block, num_device_blocks=num_blocks,
         num_host_blocks=memory.decide_num_host_blocks(config, model), max_model_len=fitted,

@@ -27,7 +27,7 @@ def scheduled(row, start, token_ids, *, first_new_block=0, new_block_ids=(), num
 
 
 def started(row, block_ids, seed=0):
-    sampling = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1}
+    sampling = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "num_prompt_tokens": 3}
     return StartedRow(row=row, block_ids=tuple(block_ids), seed=seed, child=2, stop_ids=(2, 41), **sampling)
 
 

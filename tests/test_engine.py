@@ -603,8 +603,8 @@ def test_the_memory_report_adds_up():
         assert report.num_host_blocks == 8 * 512 // 16, "all requests at full length, for which 4 GiB are enough"
         assert report.staging == 3 * 4 * 32 * per_block
         assert report.temporaries > 0
-        parts = report.weights + report.kv_pool + report.temporaries + report.state + report.staging + report.other
-        assert parts + report.free == report.limit
+        parts = report.weights + report.kv_pool + report.temporaries + report.state + report.adjustments
+        assert parts + report.staging + report.other + report.free == report.limit
         for text in ("weights", "KV pool", f"{per_block:,} bytes", "host blocks: 256"):
             assert text in str(report)
 
@@ -640,15 +640,18 @@ def test_a_full_warm_up_compiles_every_step_ahead_and_strict_refuses_any_other(m
     params = SamplingParams(n=2, max_tokens=20, logprobs=3, temperature=1.0, seed=1)
     with Engine(tiny.model_directory(), warmup="strict", **settings) as engine:
         ahead = [step["shape"] for step in engine.stats()["compiled_steps"]]
-        updates = [(8, "RowUpdates"), (8, "BlockUpdates"), (8, "BlockCopies")]
-        updates += [(n, kind) for n in (4, 32) for kind in ("SwapOut", "SwapIn")]
-        steps = [f"{kind}{b}, up to 20 logprobs" for kind in ("decode of ", "prefill of 16×") for b in (1, 2)]
-        assert sorted(ahead) == sorted([*steps, *(f"{n} {kind}" for n, kind in updates)])
+        sizes = [f"{kind} of {b}, up to 20 logprobs" for kind in ("decode", "draw") for b in (1, 2)]
+        steps = ["prefill of 16×1", "prefill of 16×2", *sizes, *(f"{size}, adjusted" for size in sizes)]
+        updates = ["8 RowUpdates", "8 BlockUpdates", "8 BlockCopies", "3 Adjustments", "1 AdjustedRow"]
+        updates += [f"{n} {kind}" for n in (4, 32) for kind in ("SwapOut", "SwapIn")]
+        assert sorted(ahead) == sorted([*steps, "up to 20 prompt logprobs in a prefill of 16", *updates])
+        more = greedy(20, presence_penalty=1.0, prompt_logprobs=3)
         generate(engine, [prompt_of(40), prompt_of(3), prompt_of(17)], [greedy(20), greedy(20), params])
+        generate(engine, [prompt_of(40), prompt_of(3), prompt_of(17)], [more, greedy(20), params])
         assert [step["shape"] for step in engine.stats()["compiled_steps"]] == ahead
         monkeypatch.setattr(engine._runner.compiler, "_compiled", {})
         engine.add_request(prompt_of(40), greedy(2))
-        with pytest.raises(RuntimeError, match=r"prefill of 16×1, .* not compiled ahead, and warmup='strict' forbids"):
+        with pytest.raises(RuntimeError, match=r"draw of 1, .* not compiled ahead, and warmup='strict' forbids"):
             engine.step()
 
 

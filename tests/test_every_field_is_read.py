@@ -9,10 +9,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = [*sorted((ROOT / "jaxpaged").rglob("*.py")), *sorted((ROOT / "scripts").glob("*.py"))]
 
-FOR_THE_USER = {"CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput"}
-"""What `generate` returns: read by whoever called it."""
+FOR_THE_USER = {"CompletionOutput", "Logprob", "RequestMetrics", "RequestOutput", "LogitsState"}
+"""What `generate` returns, and what logits processors are given: read by whoever called it, or wrote them."""
 
-BY_NAME = {"RowUpdates", "BlockUpdates", "BlockCopies", "StepLogprobs"}
+BY_NAME = {"RowUpdates", "BlockUpdates", "BlockCopies"}
 """Unpacked whole, in the order of their fields (`Runner._updated`, `StepLogprobs(*...)`)."""
 
 

@@ -20,7 +20,7 @@ from jaxpaged.kv_cache import make_pool
 from jaxpaged.models import decoder, int8, layers
 from jaxpaged.models.int8 import Int8Matrix, quantize
 from jaxpaged.models.weights import param_specs, weight_bytes
-from jaxpaged.runner import StepCompiler, StepShape
+from jaxpaged.runner import Shape, StepCompiler
 
 GOLDENS = Path(__file__).parent / "data" / "goldens"
 
@@ -302,7 +302,7 @@ def test_the_built_in_model_takes_a_quarter_of_its_float32_bytes(smollm2):
 # ---- compiled steps
 
 
-def compiled_step(shape: StepShape, num_blocks=100, dtype="float32"):
+def compiled_step(shape: Shape, num_blocks=100, dtype="float32"):
     config = EngineConfig(
         dtype=dtype,
         quantization="int8",

@@ -1,7 +1,7 @@
 """Sampling parameters: a parameter is implemented or refused, never ignored."""
 
 import re
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +11,6 @@ from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 NAN, INF = float("nan"), float("inf")
 
 UNSUPPORTED = {
-    "presence_penalty": (0.0, [0.5, -2, NAN, "a lot"]),
-    "frequency_penalty": (0.0, [0.5, True]),
-    "repetition_penalty": (1.0, [1.1, 0, True]),
-    "min_tokens": (0, [1, -1, False]),
-    "bad_words": (None, [["word"], []]),
-    "logit_bias": (None, [{1: 2.0}, {}]),
-    "allowed_token_ids": (None, [[1], []]),
-    "prompt_logprobs": (None, [0, 5, -1]),
     "flat_logprobs": (False, [True]),
     "structured_outputs": (None, [{"json": {}}]),
     "logprob_token_ids": (None, [[1]]),
@@ -58,6 +50,28 @@ WRONG = [
     ("max_tokens", [1.0, "16", True], "whole number"),
     ("logprobs", [-2, 2**31], r"\[-1, 2147483647\]"),
     ("logprobs", [False, 1.0, "all"], "whole number"),
+    ("prompt_logprobs", [-2, 2**31], r"\[-1, 2147483647\]"),
+    ("prompt_logprobs", [False, 1.0, "all"], "whole number"),
+    ("presence_penalty", [-2.1, 2.1, NAN, INF], r"\[-2, 2\]"),
+    ("presence_penalty", ["a lot", None, True], "must be a number"),
+    ("frequency_penalty", [-2.1, 2.1, NAN, -INF], r"\[-2, 2\]"),
+    ("frequency_penalty", ["a lot", None, True], "must be a number"),
+    ("repetition_penalty", [0, -1.0, NAN, INF, 1e-4, 1001], r"\[0.001, 1000\]"),
+    ("repetition_penalty", ["a lot", None, True], "must be a number"),
+    ("min_tokens", [-1, 2**31], r"\[0, 2147483647\]"),
+    ("min_tokens", [1.0, None, True], "whole number"),
+    ("min_tokens", [17], "at most max_tokens=16"),
+    ("bad_words", [[1], 5, "word", ["a", None]], "a list of strings"),
+    ("bad_words", [[""], ["a", " "]], "empty string"),
+    ("logit_bias", [5, [[1, 2.0]], "12", ((1,),)], "a dictionary from token ids to numbers"),
+    ("logit_bias", [{-1: 1.0}, {2**31: 1.0}], r"\[0, 2147483647\]"),
+    ("logit_bias", [{"a": 1.0}, {1.5: 1.0}, {True: 1.0}, {"-1": 1.0}], "whole number"),
+    ("logit_bias", [{5: NAN}, {5: INF}, {5: -INF}, {5: 1e7}], r"of token 5=.*\[-1000000.0, 1000000.0\]"),
+    ("logit_bias", [{5: None}, {5: "1"}, {5: True}], "of token 5=.* must be a number"),
+    ("allowed_token_ids", [5, "12", {1: 2}], "a list of token ids"),
+    ("allowed_token_ids", [[]], "allows no token"),
+    ("allowed_token_ids", [[-1], [2**31]], r"\[0, 2147483647\]"),
+    ("allowed_token_ids", [["a"], [1.0], [True]], "whole number"),
     ("detokenize", [1, None], "True or False"),
     ("skip_special_tokens", [0, None], "True or False"),
     ("spaces_between_special_tokens", [1, None], "True or False"),
@@ -71,7 +85,10 @@ WRONG = [
 def test_a_wrong_value_is_refused_with_its_name_and_what_is_legal(name, value, legal):
     with pytest.raises(ValueError, match=rf"^{name}\b.*{legal}") as error:
         SamplingParams(**{name: value})
-    shown = value[-1] if isinstance(value, list) else value
+    shown = value[-1] if isinstance(value, list) and value else value
+    if isinstance(value, dict) and name == "logit_bias":
+        [(token_id, bias)] = value.items()
+        shown = token_id if "token_id" in str(error.value) or bias == 1.0 else bias
     assert str(shown) in str(error.value)
 
 
@@ -101,12 +118,16 @@ def test_the_defaults_are_those_vllm_users_know():
     assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
     assert (params.seed, params.stop, params.stop_token_ids, params.max_tokens) == (None, (), (), 16)
     assert (params.ignore_eos, params.include_stop_str_in_output, params.detokenize) == (False, False, True)
-    assert (params.logprobs, params.skip_special_tokens) == (None, True)
+    assert (params.logprobs, params.prompt_logprobs, params.skip_special_tokens) == (None, None, True)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert (params.min_tokens, params.bad_words, params.logit_bias, params.allowed_token_ids) == (0, (), (), None)
     assert params.output_kind is RequestOutputKind.CUMULATIVE
 
 
 def test_the_ends_of_each_range_are_legal():
     SamplingParams(n=16384, temperature=2, top_p=1, top_k=2**31 - 1, min_p=1, seed=2**64 - 1, max_tokens=2**31 - 1)
+    SamplingParams(presence_penalty=-2, frequency_penalty=2, repetition_penalty=1000, min_tokens=16, prompt_logprobs=-1)
+    SamplingParams(presence_penalty=2, frequency_penalty=-2, repetition_penalty=0.001, logit_bias={0: -1e6, 1: 1e6})
     SamplingParams(n=1, temperature=0, top_p=1e-9, top_k=0, min_p=0, seed=-(2**63), max_tokens=1, logprobs=0)
     SamplingParams(max_tokens=None, logprobs=-1, seed=0, stop_token_ids=[0, 2**31 - 1])
 
@@ -114,7 +135,11 @@ def test_the_ends_of_each_range_are_legal():
 def test_other_spellings_of_a_value_become_one():
     assert SamplingParams(seed=-1).seed is None
     assert SamplingParams(top_k=-1).top_k == 0
-    assert SamplingParams(logprobs=True).logprobs == 1
+    assert SamplingParams(logprobs=True, prompt_logprobs=True).logprobs == 1
+    assert SamplingParams(prompt_logprobs=True).prompt_logprobs == 1
+    assert SamplingParams(bad_words=["a"]).bad_words == ("a",)
+    assert SamplingParams(allowed_token_ids={3}).allowed_token_ids == (3,)
+    assert SamplingParams(logit_bias={"7": 1, 8: -2.5}).logit_bias == ((7, 1.0), (8, -2.5))
     assert SamplingParams(stop="a").stop == SamplingParams(stop=["a"]).stop == ("a",)
     assert SamplingParams(stop_token_ids=[3, 1, 3]).stop_token_ids == (3, 1)
     assert SamplingParams(stop_token_ids={3}).stop_token_ids == (3,)
@@ -137,15 +162,18 @@ def test_stop_strings_need_text():
 
 
 def test_the_callers_lists_are_neither_changed_nor_kept():
-    stop, stop_token_ids = ["a"], [1, 1]
-    params = SamplingParams(stop=stop, stop_token_ids=stop_token_ids)
+    stop, stop_token_ids, logit_bias = ["a"], [1, 1], {5: 1.0}
+    params = SamplingParams(stop=stop, stop_token_ids=stop_token_ids, logit_bias=logit_bias)
     stop.append("b")
-    assert (params.stop, stop_token_ids) == (("a",), [1, 1])
+    logit_bias[6] = 1.0
+    assert (params.stop, stop_token_ids, params.logit_bias) == (("a",), [1, 1], ((5, 1.0),))
 
 
 def test_parameters_are_frozen_and_equal_when_their_values_are():
     with pytest.raises(FrozenInstanceError):
         SamplingParams().n = 2
+    changed = SamplingParams(logit_bias={5: 1.0}, bad_words=["a"], allowed_token_ids=[5])
+    assert replace(changed, n=1) == changed and hash(replace(changed, n=1)) == hash(changed)
     assert SamplingParams(stop="a") == SamplingParams(stop=["a"])
     assert hash(SamplingParams(stop="a")) == hash(SamplingParams(stop=["a"]))
 
