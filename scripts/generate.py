@@ -28,6 +28,8 @@ from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+NOT_FLAGS = ("logits_processors", "logits_processor_counts")
+"""Settings of the engine that only a program can make: functions, and what they are given."""
 SAMPLING_NAMES = tuple(f.name for f in fields(SamplingParams) if f.name != "output_kind")
 
 EPILOG = """
@@ -39,7 +41,7 @@ rows of --output, one JSON object a line, in the order in which they finish:
   index: line number in the file of prompts, from 1      seed: the one used
   prompt: the text as given; null where "prompt_token_ids" or "messages" were given, which then follow it
   text, token_ids, finish_reason, stop_reason: the completion; with n > 1 the first one, and all of them in "outputs"
-  cumulative_logprob, logprobs: where asked for; their last digits can change with the batch
+  cumulative_logprob, logprobs, prompt_logprobs: where asked for; their last digits can change with the batch
   num_prompt_tokens, num_generated_tokens: the latter of all completions
   metrics: what changes from run to run: queue_s, first_token_s and total_s in seconds since the engine got the line,
     num_cached_tokens, num_preemptions
@@ -70,11 +72,19 @@ def value_parser(kinds: tuple, metavar: str) -> Callable[[str], typing.Any]:
             if kind in (int, float, str):
                 with contextlib.suppress(ValueError):
                     return kind(text)
+            elif typing.get_origin(kind) is dict:
+                with contextlib.suppress(ValueError):
+                    return json.loads(text)
             elif text in typing.get_args(kind):
                 return text
         raise argparse.ArgumentTypeError(f"{text!r} must be {metavar}")
 
     return parse
+
+
+def name_of(kind) -> str:
+    """What a flag's value may be, for its help: the choices of a Literal, JSON for a dictionary, else the type."""
+    return "JSON" if typing.get_origin(kind) is dict else "|".join(typing.get_args(kind)) or kind.__name__
 
 
 def add_flags(group, cls: type, skip: tuple[str, ...] = ()):
@@ -87,7 +97,7 @@ def add_flags(group, cls: type, skip: tuple[str, ...] = ()):
         members = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
         items = [typing.get_args(member) for member in members if typing.get_origin(member) is list]
         members = items[0] if items else members
-        names = ("none" if m is type(None) else "|".join(typing.get_args(m)) or m.__name__ for m in members)
+        names = ("none" if m is type(None) else name_of(m) for m in members if typing.get_origin(m) is not tuple)
         metavar = "|".join(names)
         options = {"type": value_parser(members, metavar), "metavar": metavar}
         if kind is bool:
@@ -124,7 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--quiet", action="store_true", help="no memory report, progress bar or summary on stderr")
     sampling = parser.add_argument_group("sampling", "A line without a seed gets one made of --seed and its index.")
     add_flags(sampling, SamplingParams, skip=("seed", "output_kind"))
-    add_flags(parser.add_argument_group("engine"), EngineConfig)
+    add_flags(parser.add_argument_group("engine"), EngineConfig, skip=NOT_FLAGS)
     return parser
 
 
@@ -210,17 +220,21 @@ def completion_fields(completion: CompletionOutput) -> dict:
     row = {name: getattr(completion, name) for name in ("text", "token_ids", "finish_reason", "stop_reason")}
     if completion.logprobs is not None:
         row["cumulative_logprob"] = completion.cumulative_logprob
-        row["logprobs"] = [
-            [{"token_id": token_id, **asdict(logprob)} for token_id, logprob in candidates.items()]
-            for candidates in completion.logprobs
-        ]
+        row["logprobs"] = [candidates_list(candidates) for candidates in completion.logprobs]
     return row
+
+
+def candidates_list(candidates: dict) -> list[dict]:
+    """Tokens and their log-probabilities, the token that is there first."""
+    return [{"token_id": token_id, **asdict(logprob)} for token_id, logprob in candidates.items()]
 
 
 def result_row(line: Line, output: RequestOutput) -> dict:
     row = {"index": line.index, "prompt": None, **line.given, **completion_fields(output.outputs[0])}
     if len(output.outputs) > 1:
         row["outputs"] = [{"index": one.index, **completion_fields(one)} for one in output.outputs]
+    if output.prompt_logprobs is not None:
+        row["prompt_logprobs"] = [entry and candidates_list(entry) for entry in output.prompt_logprobs]
     row["num_prompt_tokens"] = len(output.prompt_token_ids)
     row["num_generated_tokens"] = sum(len(one.token_ids) for one in output.outputs)
     row["seed"] = line.params.seed
@@ -439,7 +453,7 @@ def row_file(output: Path, size: int, expected: dict) -> Iterator[Callable[[dict
 
 def generate(args: argparse.Namespace, engine_factory: Callable) -> int:
     """Serves the lines that have no row yet. Returns the exit status. No file changes before all could be checked."""
-    settings = {f.name: getattr(args, f.name) for f in fields(EngineConfig)}
+    settings = {f.name: getattr(args, f.name) for f in fields(EngineConfig) if f.name not in NOT_FLAGS}
     sampling = {name: getattr(args, name) for name in SAMPLING_NAMES if hasattr(args, name) and name != "seed"}
     with usage_errors():
         EngineConfig(**settings)

@@ -99,13 +99,14 @@ class FakeEngine:
                     cumulative_logprob=None if logprobs is None else -0.5 * len(drawn),
                 )
             )
-        now = time.monotonic()
+        now, own = time.monotonic(), [None, *({t: Logprob(-0.25, 2, chr(t))} for t in token_ids[1:])]
         return RequestOutput(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
             outputs=completions,
             finished=True,
+            prompt_logprobs=None if params.prompt_logprobs is None else own,
             num_cached_tokens=self.num_steps,
             metrics=RequestMetrics(
                 arrival_time=arrival, first_scheduled_time=arrival, first_token_time=now, finished_time=now
@@ -226,7 +227,7 @@ def test_lines_that_cannot_be_served_become_error_rows_and_the_others_are_served
         ('{"prompt": "a", "temperature": "hot"}', "temperature='hot'"),
         ('{"prompt": "a", "temperature": NaN}', "temperature=nan"),
         ('{"prompt": "a", "stop_token_ids": [[1]]}', "list"),
-        ('{"prompt": "a", "min_tokens": 3}', "not supported yet"),
+        ('{"prompt": "a", "flat_logprobs": true}', "not supported yet"),
         ('{"prompt_token_ids": "abc"}', "list of whole numbers"),
         ('{"prompt_token_ids": [1, true]}', "list of whole numbers"),
         ('{"messages": "hello"}', "messages must be"),
@@ -263,8 +264,10 @@ def test_with_n_above_one_all_completions_are_in_the_row(run):
 
 
 def test_logprobs_are_in_the_row_when_asked_for(run):
-    assert run("alpha\n", "--logprobs", "1", "--max-tokens", "2") == 0
+    assert run("alpha\n", "--logprobs", "1", "--prompt-logprobs", "0", "--max-tokens", "2") == 0
     [row] = run.rows()
+    own = {"token_id": ord("l"), "logprob": -0.25, "rank": 2, "decoded_token": "l"}
+    assert row["prompt_logprobs"][:2] == [None, [own]] and len(row["prompt_logprobs"]) == 5
     token_id = row["token_ids"][0]
     candidate = {"token_id": token_id, "logprob": -0.5, "rank": 1, "decoded_token": chr(token_id)}
     assert row["logprobs"][0] == [candidate] and row["cumulative_logprob"] == -1.0
@@ -322,9 +325,9 @@ def test_the_stats_file_has_one_record_a_step(run, tmp_path):
 def test_every_supported_sampling_parameter_and_engine_setting_is_a_flag():
     dests = {action.dest: action for action in generate.build_parser()._actions}
     sampling = {f.name for f in generate.fields(SamplingParams) if not f.metadata.get("unsupported")} - {"output_kind"}
-    engine = {f.name for f in generate.fields(EngineConfig)}
+    engine = {f.name for f in generate.fields(EngineConfig)} - {"logits_processors", "logits_processor_counts"}
     assert sampling | engine <= dests.keys()
-    assert not {"presence_penalty", "output_kind"} & dests.keys()
+    assert not {"flat_logprobs", "output_kind"} & dests.keys()
     for name in sampling | engine:
         assert "(default: " in dests[name].help
     for name in sampling - {"seed"}:
@@ -334,7 +337,9 @@ def test_every_supported_sampling_parameter_and_engine_setting_is_a_flag():
 def test_flags_have_the_types_of_their_fields():
     argv = ["--prompts", "p", "--stop", "a", "b", "--stop", "c", "--stop-token-ids", "3", "4", "--max-tokens", "none"]
     argv += ["--block-size", "32", "--no-detokenize", "--enable-prefix-caching", "--top-k", "-1", "--swap-space", "0.5"]
+    argv += ["--logit-bias", '{"5": -1.5}', "--bad-words", "a b", "c", "--allowed-token-ids", "3"]
     args = generate.build_parser().parse_args(argv)
+    assert (args.logit_bias, args.bad_words, args.allowed_token_ids) == ({"5": -1.5}, ["a b", "c"], [3])
     assert (args.stop, args.stop_token_ids, args.max_tokens) == (["a", "b", "c"], [3, 4], None)
     assert (args.block_size, args.detokenize, args.enable_prefix_caching) == (32, False, True)
     assert (args.top_k, args.swap_space, args.quantization) == (-1, 0.5, None)
