@@ -331,9 +331,8 @@ def _prompt_logprobs_shape(num_tokens: int, targets: PromptTargets) -> PromptLog
 
 def _shapes_of(inputs: StepInputs) -> list[Shape]:
     """All that a step is made of, but for updates of the row state."""
-    shapes: list[Shape] = [_draw_shape(inputs)]
-    if not inputs.is_decode:
-        shapes.append(_prefill_shape(inputs))
+    shapes: list[Shape] = [] if inputs.is_decode else [_prefill_shape(inputs)]
+    shapes.append(_draw_shape(inputs))
     if inputs.prompt_targets is not None:
         shapes.append(_prompt_logprobs_shape(len(inputs.token_t), inputs.prompt_targets))
     swaps = (*inputs.swaps_out, *inputs.swaps_in)
@@ -417,7 +416,8 @@ class Runner:
 
         Does not wait: steps run one after another on the device, and their outputs come to the host by themselves.
         """
-        draw = self.compiler.get(_draw_shape(inputs))
+        for shape in _shapes_of(inputs):
+            self.compiler.get(shape)  # before anything changes
         for swap in inputs.swaps_out:
             self._swap_out(swap)
         if inputs.copies is not None:
@@ -431,6 +431,7 @@ class Runner:
         prompt_logprobs = None
         requests = (inputs.row_b, inputs.context_len_b, inputs.num_draws_b, np.bool_(inputs.has_logprobs))
         state = replace(self._state, adjustments=self._adjustments if inputs.is_adjusted else None)
+        draw = self.compiler.get(_draw_shape(inputs))
         if inputs.is_decode:
             drawn, self._kv, state = draw(self.weights, self._kv, state, inputs.token_t, *requests)
         else:

@@ -182,8 +182,9 @@ def draw(plan: dict[str, Any]) -> Any:
     bar, floors = figure.subplots(1, 2, width_ratios=(1, 2))
     figure.suptitle(f"{plan['model']} in {plan['dtype']} on {plan['device']}")
     parts = {"weights": report.weights, "KV pool": report.kv_pool, "temporaries": report.temporaries}
-    parts |= {"step state": report.state, "staging": report.staging, "other": report.other, "free": report.free}
-    colors = ("#3b76b8", "#2f855a", "#e8873a", "#c92a2a", "#8e6bb0", "#555555", "#eeeeee")
+    parts |= {"step state": report.state, "counts and masks": report.adjustments, "staging": report.staging}
+    parts |= {"other": report.other, "free": report.free}
+    colors = ("#3b76b8", "#2f855a", "#e8873a", "#c92a2a", "#8e6bb0", "#2b8a9e", "#555555", "#eeeeee")
     bottom = 0.0
     for (name, size), color in zip(parts.items(), colors, strict=True):
         bar.bar(0, max(size, 0) / GIB, bottom=bottom, color=color, label=f"{name} {size / GIB:.2f}")

@@ -170,11 +170,11 @@ def test_the_first_token_does_not_wait_for_the_decode_step_to_be_compiled(new_en
     new_engine.add_request(PROMPT, greedy(4, output_kind=RequestOutputKind.CUMULATIVE))
     [first] = new_engine.step()
     assert first.outputs[0].token_ids == tiny.naive_greedy(PROMPT, 1)
-    assert [shape.split(" of")[0] for shape in steps_compiled(new_engine)] == ["prefill"]
+    assert [shape.split(" of")[0] for shape in steps_compiled(new_engine)] == ["prefill", "draw"]
     while new_engine.has_unfinished_requests():
         [last] = new_engine.step()
     assert last.outputs[0].token_ids == tiny.naive_greedy(PROMPT, 4)
-    assert [shape.split(" of")[0] for shape in steps_compiled(new_engine)] == ["prefill", "decode"]
+    assert [shape.split(" of")[0] for shape in steps_compiled(new_engine)] == ["prefill", "draw", "decode"]
 
 
 def test_requests_may_go_and_come_while_a_step_waits_to_be_compiled(new_engine):

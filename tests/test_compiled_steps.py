@@ -94,7 +94,7 @@ def test_draws_update_counts_and_masks_in_place(is_decode):
     """As many rows as make one of their arrays larger than all else that a step of 8 requests needs."""
     many = compiler(16, max_num_seqs=2000)
     compiled = many.lower(DrawShape(is_decode, 8, 20, True)).compile()
-    analysis, pool = compiled.memory_analysis(), size_of(pool_specs(MODEL, 16, BLOCK_SIZE, "float32"))
+    analysis, pool = compiled.memory_analysis(), size_of(pool_specs(MODEL, 16, BLOCK_SIZE, "float32", "xla"))
     assert analysis.alias_size_in_bytes == many.state_bytes + many.adjustments_bytes + (pool if is_decode else 0)
     assert analysis.temp_size_in_bytes < many.adjustments_bytes / 20
     assert not re.search(r"\[2001,[\d,]+\]\S* copy\(", compiled.as_text())

@@ -45,7 +45,7 @@ def test_tinyllama_on_a_t4_gives_the_reference_point(tinyllama, capsys):
 @pytest.mark.parametrize("device", plan.DEVICES)
 def test_the_parts_sum_to_the_devices_limit_of_which_the_engine_fills_its_share(tinyllama, capsys, device):
     report = as_json(capsys, "--model", tinyllama, "--device", device, "--gpu-memory-utilization", "0.8")["report"]
-    parts = ("weights", "kv_pool", "temporaries", "state", "staging", "other", "free")
+    parts = ("weights", "kv_pool", "temporaries", "state", "adjustments", "staging", "other", "free")
     assert sum(report[name] for name in parts) == report["limit"]
     assert report["free"] - (report["limit"] - int(0.8 * report["limit"])) + report["bytes_per_block"] >= 0
     assert report["free"] < 0.2 * report["limit"] + 1
@@ -76,7 +76,8 @@ def test_an_engine_on_this_machine_has_the_blocks_and_temporaries_that_were_plan
         engine.generate(tiny.prompts(8, least=8, most=8), params, use_tqdm=False)
         measured, facts, model = engine.memory_report(), engine._facts, engine.model_config
     planned = plan.partition(model, EngineConfig(**settings), facts, is_compiled=True)
-    for name in ("num_device_blocks", "num_host_blocks", "weights", "kv_pool", "state", "staging", "other", "limit"):
+    sizes = ("weights", "kv_pool", "state", "adjustments", "staging", "other", "limit")
+    for name in ("num_device_blocks", "num_host_blocks", *sizes):
         assert getattr(planned, name) == getattr(measured, name), name
     assert planned.temporaries == pytest.approx(measured.temporaries, rel=0.05)
 
