@@ -288,6 +288,17 @@ def _token_ids(result: Any, source: str) -> list[int]:
         raise ValueError(f"{source} returned {type(result).__name__}; it must return a list of token ids") from None
 
 
+def backend_of(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    """What encodes and decodes behind a tokenizer. ValueError for one that is not made with the tokenizers package."""
+    name = "_backend" if isinstance(tokenizer, GGUFTokenizer) else "backend_tokenizer"
+    backend = getattr(tokenizer, name, tokenizer)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ValueError(
+            f"{type(tokenizer).__name__} is not made with the tokenizers package; its tokens are not known"
+        )
+    return backend
+
+
 def decode_token(tokenizer: Tokenizer, token_id: int) -> str:
     """The text of one token on its own: special tokens show, part of a character is U+FFFD."""
     return _decoder(tokenizer, skip_special_tokens=False)([token_id])
