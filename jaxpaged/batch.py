@@ -121,7 +121,8 @@ def pick_bucket(size: int, buckets: Sequence[int], what: str) -> int:
 def build(step: ScheduledStep, buckets: Buckets, scratch_block: int) -> StepInputs:
     """The step as arrays. `scratch_block` is what unused page-table entries point to."""
     requests = step.requests
-    is_decode = all(r.num_scheduled_tokens == 1 and not r.prompt_target_ids for r in requests)
+    is_masked = any(r.is_structured and r.num_draws for r in requests)
+    is_decode = not is_masked and all(r.num_scheduled_tokens == 1 and not r.prompt_target_ids for r in requests)
     num_requests, num_tokens = len(requests), step.num_scheduled_tokens
     if is_decode:
         t = b = pick_bucket(num_requests, buckets.requests, "requests")
@@ -153,6 +154,7 @@ def build(step: ScheduledStep, buckets: Buckets, scratch_block: int) -> StepInpu
         has_logprobs=bool(asked),
         num_logprobs=_logprobs_bucket(asked, buckets),
         is_adjusted=any(r.is_adjusted for r in requests),
+        is_masked=is_masked,
         prompt_targets=_prompt_targets(step, buckets, t),
         row_updates=_row_updates(step, buckets, scratch_block),
         adjusted_rows=step.adjusted,

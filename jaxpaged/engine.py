@@ -34,7 +34,7 @@ from jaxpaged.outputs import RequestOutput
 from jaxpaged.prompts import Prompt, as_list, check_token_ids, needed, text_of, tokenize
 from jaxpaged.request import Request
 from jaxpaged.runner import Runner, StepCompiler, device_facts, largest_shapes, use_compilation_cache
-from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from jaxpaged.scheduler import Scheduler
 from jaxpaged.step_data import (
     MAX_BAD_WORD_TOKENS,
@@ -43,8 +43,10 @@ from jaxpaged.step_data import (
     ScheduledStep,
     StepInputs,
     StepOutput,
+    mask_words,
 )
-from jaxpaged.steps import Drawn
+from jaxpaged.steps import Computed, Drawn
+from jaxpaged.structured_output import Grammar, GrammarCompiler
 from jaxpaged.tokenizer import GGUFTokenizer, Tokenizer, encode_chat, load_tokenizer, spellings
 
 logger = logging.getLogger("jaxpaged")
@@ -57,12 +59,19 @@ _MAX_IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
-    """A step in flight: what was scheduled, what it will have drawn, and what is known of it for the statistics."""
+    """A step in flight: what was scheduled, what it will have drawn (only computed, while its draws wait for what the
+    host makes of the tokens before), and what is known of it for the statistics."""
 
     scheduled: ScheduledStep
-    drawn: Drawn
+    inputs: StepInputs
+    result: Computed | Drawn
     record: dict[str, Any]
     time: float
+
+    @property
+    def drawn(self) -> Drawn:
+        assert isinstance(self.result, Drawn), "its draws are not started"
+        return self.result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -435,6 +444,7 @@ class Engine:
                     "max_logprobs (-1: the whole vocabulary)"
                 )
         self._check_choice_of_tokens(params)
+        self._grammar_of(params)
         if params.stop and self._tokenizer is None:
             raise ValueError(
                 f"stop={list(params.stop)!r} is searched in text, but there is no tokenizer; use stop_token_ids"
@@ -531,6 +541,19 @@ class Engine:
             raise
         return [outputs[request_id] for request_id in ids]
 
+    @functools.cached_property
+    def _grammar_compiler(self) -> GrammarCompiler:
+        if self._tokenizer is None:
+            raise ValueError("structured_outputs say what text must be, but there is no tokenizer")
+        return GrammarCompiler(self._tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
+
+    def _grammar_of(self, params: SamplingParams) -> Grammar | None:
+        """A completion's grammar at its start. ValueError for one that cannot be used."""
+        if params.structured_outputs is None:
+            return None
+        assert isinstance(params.structured_outputs, StructuredOutputsParams)
+        return self._grammar_compiler.compile(params.structured_outputs)
+
     def _new_id(self) -> str:
         return next(request_id for request_id in map(str, self._ids) if not self._is_in_use(request_id))
 
@@ -553,6 +576,7 @@ class Engine:
                 child=child,
                 eos_token_ids=frozenset(self.model_config.eos_token_ids),
                 bad_words=self._spellings(tuple(params.bad_words or ())),
+                grammar=self._grammar_of(params),
             )
             for child in range(params.n)
         ]
@@ -624,7 +648,7 @@ class Engine:
         """Launches what may be in flight, and returns the step that will be done first; None when there is none."""
         runner = self._live_runner
         with self._rewound_when_it_fails():
-            while len(self._in_flight) < _MAX_IN_FLIGHT and self._launch(runner):
+            while self._draw_oldest(runner) or (len(self._in_flight) < _MAX_IN_FLIGHT and self._launch(runner)):
                 pass
         return self._in_flight[0] if self._in_flight else None
 
@@ -634,6 +658,7 @@ class Engine:
         with self._rewound_when_it_fails(), TraceAnnotation("update"):
             self._in_flight.popleft()
             updated = self._scheduler.update(launched.scheduled, output)
+            self._draw_oldest(self._live_runner)
         digested = time.perf_counter()
         with TraceAnnotation("detokenize"):
             request_to_num_tokens = self._tell_of(updated)
@@ -658,19 +683,50 @@ class Engine:
     def _launch(self, runner: Runner) -> bool:
         """Starts the next step. False when there is none, or none before the steps in flight are done.
 
-        A step that is yet to be compiled waits for them, so that their tokens do not wait for it.
+        A step needs what the one before it draws. One that is yet to be compiled waits for all, so that their tokens
+        do not wait for it.
         """
+        if self._in_flight and isinstance(self._in_flight[-1].result, Computed):
+            return False
         if self._built is None:
             self._built = self._build(runner)
         if self._built is None or (self._in_flight and not runner.is_compiled(self._built.inputs)):
             return False
         built, self._built, start = self._built, None, time.perf_counter()
         with TraceAnnotation("launch"):
-            drawn = runner.launch(built.inputs)
+            result = runner.launch(built.inputs)
         times = {"schedule_s": built.seconds, "launch_s": time.perf_counter() - start}
         record = self._record(built.scheduled, len(built.inputs.token_t)) | times
-        self._in_flight.append(_Launched(built.scheduled, drawn, record, start))
+        self._in_flight.append(_Launched(built.scheduled, built.inputs, result, record, start))
         return True
+
+    def _draw_oldest(self, runner: Runner) -> bool:
+        """Starts the draws of the oldest step in flight, if they waited for what the host makes of all tokens before.
+
+        Its masks are computed while the device computes its tokens.
+        """
+        launched = self._in_flight[0] if self._in_flight else None
+        if launched is None or not isinstance(launched.result, Computed):
+            return False
+        with TraceAnnotation("mask"):
+            mask_bw = self._masks(launched)
+        drawn = runner.draw(launched.inputs, launched.result, mask_bw)
+        self._in_flight[0] = replace(launched, result=drawn)
+        return True
+
+    def _masks(self, launched: _Launched) -> np.ndarray:
+        """What each request of a step may draw, packed [b, words]; what one that has ended draws is dropped."""
+        row_and_grammar = []
+        for i, scheduled in enumerate(launched.scheduled.requests):
+            request = self._scheduler.requests.get(scheduled.request_id)
+            if request is not None and request.grammar is not None and scheduled.num_draws:
+                request.grammar.follow(request.output_token_ids)
+                row_and_grammar.append((i, request.grammar))
+        num_words = mask_words(self.model_config.vocab_size)
+        mask_bw = np.full((len(launched.inputs.row_b), num_words), -1, np.int32)
+        if row_and_grammar:  # all may have ended meanwhile
+            self._grammar_compiler.fill(row_and_grammar, mask_bw)
+        return mask_bw
 
     def _build(self, runner: Runner) -> _Built | None:
         """The next step, None when there is none."""

@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from jaxpaged.outputs import FinishReason, Logprob
 from jaxpaged.sampling_params import SamplingParams
@@ -36,6 +37,7 @@ class Request:
     `num_prompt_logprobs` are wanted beside those of the prompt's tokens (of n completions, by the first);
     `prompt_logprobs` are those of the prompt's first tokens, None in place of the first, as far as they are known.
     `is_adjusted`: anything but temperature and truncation changes its logits.
+    `grammar` (a `structured_output.Grammar`) says which tokens may come next; None: all.
     `host_block_ids` are what `block_ids` were, in host memory, of a preempted request that is swapped out.
     `siblings` wait to be forked from this one: all its tokens but the last are theirs, too.
     Where `is_steered`, drawn tokens are not appended: each draw leaves its most probable ones as `candidates`, and the
@@ -50,6 +52,7 @@ class Request:
     seed: int
     eos_token_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: Any = None
     parent_id: str | None = None
     child: int = 0
     siblings: list["Request"] = field(default_factory=list)

@@ -47,6 +47,7 @@ from jaxpaged.step_data import (
     StepOutput,
     SwapIn,
     SwapOut,
+    mask_words,
 )
 
 logger = logging.getLogger("jaxpaged")
@@ -118,17 +119,20 @@ class PrefillShape:
 class DrawShape:
     """What draws are compiled for: one after a prefill, or decodes, which compute a token before each draw.
 
-    Padded requests, width of the log-probabilities, whether anything but temperature and truncation changes logits.
+    Padded requests, width of the log-probabilities, whether anything but temperature and truncation changes logits,
+    whether only some tokens may be drawn.
     """
 
     is_decode: bool
     num_requests: int
     num_logprobs: int
     is_adjusted: bool = False
+    is_masked: bool = False
 
     def __str__(self) -> str:
-        kind, adjusted = "decode" if self.is_decode else "draw", ", adjusted" if self.is_adjusted else ""
-        return f"{kind} of {self.num_requests}, up to {self.num_logprobs} logprobs{adjusted}"
+        kind = "decode" if self.is_decode else "draw"
+        changes = ", adjusted" * self.is_adjusted + ", masked" * self.is_masked
+        return f"{kind} of {self.num_requests}, up to {self.num_logprobs} logprobs{changes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +286,8 @@ class StepCompiler:
             max_draws = self._buckets.max_draws if shape.num_logprobs <= FEW_LOGPROBS else 1
             step = functools.partial(steps.decode_step, **self._model_options, max_draws=max_draws, options=options)
             return jax.jit(step, donate_argnums=(1, 2)).lower(self._weights, self._kv, state, *arguments)
+        if shape.is_masked:
+            arguments += (_int32(shape.num_requests, mask_words(self._model.vocab_size)),)
         step, hidden_bd = functools.partial(steps.draw_step, options=options), self._hidden(shape.num_requests)
         return jax.jit(step, donate_argnums=1).lower(steps.head_of(self._weights), state, hidden_bd, *arguments)
 
@@ -318,7 +324,12 @@ class StepCompiler:
 
 
 def _draw_shape(inputs: StepInputs) -> DrawShape:
-    return DrawShape(inputs.is_decode, len(inputs.row_b), inputs.num_logprobs, inputs.is_adjusted)
+    return DrawShape(inputs.is_decode, len(inputs.row_b), inputs.num_logprobs, inputs.is_adjusted, inputs.is_masked)
+
+
+def _requests(inputs: StepInputs) -> tuple[Any, ...]:
+    """What a step that draws is told of its requests."""
+    return inputs.row_b, inputs.context_len_b, inputs.num_draws_b, np.bool_(inputs.has_logprobs)
 
 
 def _prefill_shape(inputs: StepInputs) -> PrefillShape:
@@ -350,12 +361,14 @@ def _num_bytes(tree: Any) -> int:
 def all_shapes(buckets: Buckets, *, is_always_adjusted: bool) -> list[Shape]:
     """Every shape that a step can have, and every update of the device's state."""
     prefills = [PrefillShape(t, b) for t in buckets.tokens for b in buckets.prefill_requests(t)]
-    sizes = [(True, b) for b in buckets.requests] + [(False, b) for b in sorted({p.num_requests for p in prefills})]
+    sizes = sorted({p.num_requests for p in prefills})
+    kinds = [(True, b, False) for b in buckets.requests]
+    kinds += [(False, b, is_masked) for is_masked in (False, True) for b in sizes]
     draws = [
-        DrawShape(*size, num_logprobs, is_adjusted)
+        DrawShape(is_decode, num_requests, num_logprobs, is_adjusted, is_masked)
         for is_adjusted in ([True] if is_always_adjusted else [False, True])
         for num_logprobs in buckets.logprobs
-        for size in sizes
+        for is_decode, num_requests, is_masked in kinds
     ]
     prompts = [PromptLogprobsShape(t, num_logprobs) for t in buckets.tokens for num_logprobs in buckets.logprobs]
     updates = [UpdateShape(kind, size) for kind in (RowUpdates, BlockUpdates, BlockCopies) for size in buckets.updates]
@@ -376,7 +389,7 @@ def largest_shapes(buckets: Buckets) -> list[Shape]:
     most_requests = buckets.prefill_requests(most_tokens)[-1]
     return [
         PrefillShape(most_tokens, most_requests),
-        DrawShape(False, most_requests, most_logprobs, True),
+        DrawShape(False, most_requests, most_logprobs, is_adjusted=True, is_masked=True),
         *(DrawShape(True, buckets.requests[-1], num_logprobs, True) for num_logprobs in buckets.logprobs),
         PromptLogprobsShape(most_tokens, most_logprobs),
     ]
@@ -411,10 +424,11 @@ class Runner:
         """Bytes of the pool, scratch block included."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._kv))
 
-    def launch(self, inputs: StepInputs) -> steps.Drawn:
+    def launch(self, inputs: StepInputs) -> steps.Computed | steps.Drawn:
         """Brings the row state up to date, moves blocks and starts the step. What it draws is to be waited for.
 
         Does not wait: steps run one after another on the device, and their outputs come to the host by themselves.
+        Where masks say what may be drawn, what it has computed is to be given to `draw` with them.
         """
         for shape in _shapes_of(inputs):
             self.compiler.get(shape)  # before anything changes
@@ -428,23 +442,34 @@ class Runner:
             if updates is not None:
                 self._state = self._updated(self._state, updates)
         self._adjust(inputs.adjusted_rows)
-        prompt_logprobs = None
-        requests = (inputs.row_b, inputs.context_len_b, inputs.num_draws_b, np.bool_(inputs.has_logprobs))
-        state = replace(self._state, adjustments=self._adjustments if inputs.is_adjusted else None)
-        draw = self.compiler.get(_draw_shape(inputs))
         if inputs.is_decode:
-            drawn, self._kv, state = draw(self.weights, self._kv, state, inputs.token_t, *requests)
-        else:
-            computed = self._prefill(inputs)
-            drawn, state = draw(self._head, state, computed.hidden_bd, computed.token_b, *requests)
-            if inputs.prompt_targets is not None:
-                prompt_logprobs = self._prompt_logprobs(computed, inputs.prompt_targets)
+            step, state = self.compiler.get(_draw_shape(inputs)), self._state_to_draw(inputs)
+            drawn, self._kv, state = step(self.weights, self._kv, state, inputs.token_t, *_requests(inputs))
+            return self._take(inputs, drawn, state)
+        prefill = self.compiler.get(_prefill_shape(inputs))
+        arguments = (inputs.token_t, inputs.row_b, inputs.query_start_b1, inputs.context_len_b)
+        computed, self._kv = prefill(self.weights, self._kv, self._state, *arguments, np.int32(inputs.num_requests))
+        return computed if inputs.is_masked else self.draw(inputs, computed)
+
+    def draw(self, inputs: StepInputs, computed: steps.Computed, mask_bw: np.ndarray | None = None) -> steps.Drawn:
+        """Starts the draws of the step launched last, which has computed its tokens. `mask_bw`: see `draw_step`."""
+        step, state = self.compiler.get(_draw_shape(inputs)), self._state_to_draw(inputs)
+        masks = () if mask_bw is None else (mask_bw,)
+        drawn, state = step(self._head, state, computed.hidden_bd, computed.token_b, *_requests(inputs), *masks)
+        if inputs.prompt_targets is not None:
+            drawn = replace(drawn, prompt_logprobs=self._prompt_logprobs(computed, inputs.prompt_targets))
+        return self._take(inputs, drawn, state)
+
+    def _state_to_draw(self, inputs: StepInputs) -> steps.RowState:
+        return replace(self._state, adjustments=self._adjustments if inputs.is_adjusted else None)
+
+    def _take(self, inputs: StepInputs, drawn: steps.Drawn, state: steps.RowState) -> steps.Drawn:
+        """Keeps the state that a step gave back, and has what it drew come to the host."""
         if inputs.is_adjusted:
             self._adjustments = state.adjustments
         self._state = replace(state, adjustments=None)
-        drawn = replace(
-            drawn, logprobs=drawn.logprobs if inputs.has_logprobs else None, prompt_logprobs=prompt_logprobs
-        )
+        if not inputs.has_logprobs:
+            drawn = replace(drawn, logprobs=None)
         for array in jax.tree.leaves(drawn):
             array.copy_to_host_async()
         return drawn
@@ -462,12 +487,6 @@ class Runner:
             logprobs=None if logprobs is None else StepLogprobs(*logprobs),
             prompt_logprobs=None if chunks is None else PromptLogprobs(*map(np.concatenate, zip(*chunks, strict=True))),
         )
-
-    def _prefill(self, inputs: StepInputs) -> steps.Computed:
-        prefill = self.compiler.get(_prefill_shape(inputs))
-        arguments = (inputs.token_t, inputs.row_b, inputs.query_start_b1, inputs.context_len_b)
-        computed, self._kv = prefill(self.weights, self._kv, self._state, *arguments, np.int32(inputs.num_requests))
-        return computed
 
     def _prompt_logprobs(self, computed: steps.Computed, targets: PromptTargets) -> list[tuple[jax.Array, ...]]:
         """Chunk after chunk, so that logits over the vocabulary are there of one chunk at a time."""

@@ -1,7 +1,9 @@
 """What a user asks of one request: how tokens are drawn, when they end, what is returned."""
 
+import json
 import math
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -15,6 +17,47 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the whole text must be, with vLLM's names: exactly one of these. Checked when made (ValueError)."""
+
+    json: str | Mapping[str, Any] | None = None
+    """JSON of this schema, which is given as text or as what `json.loads` makes of it. Kept as text."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    regex: str | None = None
+    """Text that this regular expression matches from its start to its end; without look-around."""
+    choice: Sequence[str] | None = None
+    """One of these strings. Kept as a tuple."""
+    grammar: str | None = None
+    """A sentence of this grammar, in Lark's form or in GBNF (llama.cpp's)."""
+
+    def __post_init__(self):
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
+        if len(given) != 1:
+            names = ", ".join(f.name for f in fields(self))
+            raise ValueError(f"structured_outputs need exactly one of {names}, not {sorted(given) or 'none'}")
+        [(name, value)] = given.items()
+        if name == "choice":
+            is_right = not isinstance(value, str) and isinstance(value, Sequence) and value
+            if not is_right or not all(isinstance(item, str) and item for item in value):
+                raise ValueError(f"choice={value!r} must be a list of one or more strings, none of them empty")
+            object.__setattr__(self, "choice", tuple(value))
+        elif name == "json_object":
+            if value is not True:
+                raise ValueError(f"json_object={value!r} must be True, or be left out")
+        elif name == "json" and isinstance(value, Mapping):
+            object.__setattr__(self, "json", _json_text(value))
+        elif not isinstance(value, str) or not value.strip():
+            raise ValueError(f"{name}={value!r} must be a text that is not empty")
+        elif name == "json":
+            _check_json(value)
+
+    def __str__(self) -> str:
+        [(name, value)] = [(f.name, v) for f in fields(self) if (v := getattr(self, f.name)) is not None]
+        return f"{name}={value!r}"
 
 
 def _unsupported(default: Any = None):
@@ -80,6 +123,9 @@ class SamplingParams:
     of the whole vocabulary."""
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first, which nothing comes before."""
+    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
+    """What the whole text must be: a JSON schema, a regular expression, a choice, a grammar. Tokens that do not go on
+    towards it are not drawn; a complete text is followed by the end of sequence alone."""
     detokenize: bool = True
     """False leaves text empty."""
     skip_special_tokens: bool = True
@@ -90,7 +136,6 @@ class SamplingParams:
     """What the outputs of `Engine.step` hold."""
 
     flat_logprobs: bool = _unsupported(False)
-    structured_outputs: Any = _unsupported()
     logprob_token_ids: list[int] | None = _unsupported()
     prompt_logprob_token_ids: Any = _unsupported()
     prompt_logprob_start: int | None = _unsupported()
@@ -114,6 +159,11 @@ class SamplingParams:
         self._check_flags()
         self._check_stop()
         self._check_tokens()
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise ValueError(
+                f"structured_outputs={self.structured_outputs!r} must be StructuredOutputsParams, or a dictionary of "
+                f"one of {', '.join(f.name for f in fields(StructuredOutputsParams))}"
+            )
         if self.n > 1 and self.temperature == 0:
             raise ValueError(f"n must be 1 when sampling greedily (temperature=0), got n={self.n}; all would be equal")
 
@@ -135,6 +185,8 @@ class SamplingParams:
                 put(name, ())
         if isinstance(self.logit_bias, Mapping):
             put("logit_bias", tuple(self.logit_bias.items()))
+        if isinstance(self.structured_outputs, Mapping):
+            put("structured_outputs", _structured(self.structured_outputs))
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             if isinstance(getattr(self, name), (list, tuple, set, frozenset)):
                 put(name, tuple(getattr(self, name)))
@@ -208,6 +260,27 @@ class SamplingParams:
             _real(f"logit_bias of token {token_id}", bias, -1e6, 1e6)
             token_id_to_bias[token_id] = float(bias)
         object.__setattr__(self, "logit_bias", tuple(token_id_to_bias.items()))
+
+
+def _structured(given: Mapping[str, Any]) -> StructuredOutputsParams:
+    names = [f.name for f in fields(StructuredOutputsParams)]
+    if unknown := [name for name in given if name not in names]:
+        raise ValueError(f"structured_outputs has {unknown}, but there are {', '.join(names)}")
+    return StructuredOutputsParams(**given)
+
+
+def _check_json(text: str):
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"json={text!r} is no JSON: {error}") from error
+
+
+def _json_text(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"json={reprlib.repr(schema)} cannot be written as JSON: {error}") from error
 
 
 def _whole(name: str, value: Any, least: int, most: int, hint: str = ""):

@@ -284,17 +284,19 @@ class Scheduler:
             is_adjusted=self._is_adjusted(request),
             prompt_target_ids=tuple(request.prompt_token_ids[start + 1 : stop + 1]) if _has_targets(request) else (),
             num_prompt_logprobs=request.num_prompt_logprobs or 0,
+            is_structured=request.grammar is not None,
         )
         if num_tokens > 1 and self.config.enable_prefix_caching:
             num_full = min(stop, num_known) // self.block_size
             plan.filled.update(self._digests(request, num_full)[request.num_indexed_blocks : num_full])
 
     def _may_draw(self, decodes: list[Request], most_draws: int) -> bool:
-        """Whether all of them find blocks for `most_draws` tokens without a preemption, and none wants
-        log-probabilities that several draws in a call have no room for."""
+        """Whether all of them find blocks for `most_draws` tokens without a preemption, none wants log-probabilities
+        that several draws in a call have no room for, and none has draws that depend on what the host makes of the one
+        before."""
         needed = 0
         for request in decodes:
-            if _is_costly(request.params.logprobs) or _has_targets(request):
+            if request.grammar or _is_costly(request.params.logprobs) or _has_targets(request):
                 return False
             num_tokens = request.num_computed_tokens + min(most_draws, request.num_draws_left)
             needed += max(blocks_for(num_tokens, self.block_size) - len(request.block_ids), 0)

@@ -31,6 +31,11 @@ PROMPT_LOGPROBS_CHUNK = 128
 """Most prompt tokens whose logits over the vocabulary are there at once."""
 
 
+def mask_words(vocab_size: int) -> int:
+    """How many int32 words a row of a mask over the vocabulary has: token i is bit i mod 32 of word i ÷ 32."""
+    return -(-vocab_size // 32)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartedRow:
     """A row that a request takes: its blocks so far and how its tokens are drawn.
@@ -78,8 +83,8 @@ class ScheduledRequest(NamedTuple):
     last computed in turn; more than one in a step of decodes alone. `num_logprobs`: how many log-probabilities are
     wanted beside those of the drawn tokens; None: none at all. `is_adjusted`: whether anything but temperature and
     truncation changes its logits. `prompt_target_ids`: the tokens that follow its first ones in the prompt, where their
-    log-probabilities are wanted, and those of `num_prompt_logprobs` others. (A tuple, since one is made for each
-    decode of a step.)
+    log-probabilities are wanted, and those of `num_prompt_logprobs` others. `is_structured`: what it draws must be
+    allowed by a grammar. (A tuple, since one is made for each decode of a step.)
     """
 
     request_id: str
@@ -94,6 +99,7 @@ class ScheduledRequest(NamedTuple):
     is_adjusted: bool = False
     prompt_target_ids: tuple[int, ...] = ()
     num_prompt_logprobs: int = 0
+    is_structured: bool = False
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -209,6 +215,7 @@ class StepInputs:
     has_logprobs: bool
     num_logprobs: int
     is_adjusted: bool
+    is_masked: bool
     prompt_targets: PromptTargets | None
     row_updates: RowUpdates | None
     adjusted_rows: tuple[AdjustedRow, ...]

@@ -186,15 +186,17 @@ def draw_step(
     context_len_b,
     num_draws_b,
     has_logprobs,
+    mask_bw=None,
     *,
     options: DrawOptions,
 ) -> tuple[Drawn, RowState]:
     """Draws a token after the last one, `token_b`, of each request whose `num_draws_b` is not 0. Donate `state`.
 
-    `has_logprobs`: whether log-probabilities are wanted. Of the weights it needs those of the head alone.
+    `has_logprobs`: whether log-probabilities are wanted. `mask_bw`: the tokens that may be drawn, token i as bit
+    i mod 32 of word i ÷ 32; None: all. Of the weights it needs those of the head alone.
     """
     drawn, state = _draw(
-        weights, hidden_bd, state, token_b, row_b, context_len_b, num_draws_b > 0, has_logprobs, options
+        weights, hidden_bd, state, token_b, row_b, context_len_b, num_draws_b > 0, has_logprobs, options, mask_bw
     )
     return jax.tree.map(lambda x: x[None], drawn), state
 
@@ -282,11 +284,13 @@ def _draw(
     is_drawn_b,
     has_logprobs,
     options: DrawOptions,
+    mask_bw=None,
 ) -> tuple[Drawn, RowState]:
     """One draw after `last_token_b`, and the state with the rows' last tokens and counts."""
     raw_bv = decoder.logits(weights, hidden_bd)
     rows = sampling_rows(state, row_b)
-    logits_bv = _adjusted(raw_bv, state, last_token_b, row_b, context_len_b, options)
+    masked_bv = raw_bv if mask_bw is None else _masked(raw_bv, mask_bw)
+    logits_bv = _adjusted(masked_bv, state, last_token_b, row_b, context_len_b, options)
     with jax.named_scope("sample"):
         token_b = sampler.sample(logits_bv, rows, context_len_b)
     with jax.named_scope("logprobs"):
@@ -301,16 +305,24 @@ def _draw(
     return Drawn(jnp.where(is_drawn_b, token_b, NOT_DRAWN), logprobs), state
 
 
-def _adjusted(raw_bv, state: RowState, last_token_b, row_b, context_len_b, options: DrawOptions) -> jax.Array:
-    """Logits after all that a request asks to be changed, then the engine's processors; `raw_bv` itself for nothing.
+def _masked(logits_bv, mask_bw) -> jax.Array:
+    """−inf for tokens whose bit is not set."""
+    is_allowed_bv = ((mask_bw[:, :, None] >> jnp.arange(32)[None, None]) & 1).reshape(len(mask_bw), -1)[
+        :, : logits_bv.shape[-1]
+    ]
+    return jnp.where(is_allowed_bv > 0, logits_bv, -jnp.inf)
+
+
+def _adjusted(given_bv, state: RowState, last_token_b, row_b, context_len_b, options: DrawOptions) -> jax.Array:
+    """Logits after all that a request asks to be changed, then the engine's processors; `given_bv` itself for nothing.
 
     What is forbidden stays so, whatever a processor makes of it.
     """
-    logits_bv, output_len_b = raw_bv, context_len_b - state.num_prompt_tokens_r[row_b]
+    logits_bv, output_len_b = given_bv, context_len_b - state.num_prompt_tokens_r[row_b]
     if state.adjustments is not None:
         with jax.named_scope("adjust"):
-            adjusted_bv = adjust(raw_bv, state.adjustments, row_b, output_len_b)
-            logits_bv = jnp.where(state.is_adjusted_r[row_b][:, None], adjusted_bv, raw_bv)
+            adjusted_bv = adjust(given_bv, state.adjustments, row_b, output_len_b)
+            logits_bv = jnp.where(state.is_adjusted_r[row_b][:, None], adjusted_bv, given_bv)
     count_bv = None
     if options.logits_processor_counts and state.adjustments is not None:
         count_bv = state.adjustments.count_rv[row_b]

@@ -5,50 +5,17 @@ token may end one part of the text and begin the next. Masks are packed: bit i o
 i, least significant bits first.
 """
 
+import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import llguidance
 import numpy as np
 from llguidance.numpy import fill_next_token_bitmask_par
 
+from jaxpaged.sampling_params import StructuredOutputsParams
+from jaxpaged.step_data import mask_words
 from jaxpaged.tokenizer import Tokenizer, backend_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class StructuredOutputsParams:
-    """What the whole text must be, with vLLM's names: exactly one of these. Checked when made (ValueError)."""
-
-    json: str | Mapping[str, Any] | None = None
-    """JSON of this schema, which is given as text or as what `json.loads` makes of it."""
-    json_object: bool | None = None
-    """True: any JSON object."""
-    regex: str | None = None
-    """Text that this regular expression matches from its start to its end; without look-around."""
-    choice: Sequence[str] | None = None
-    """One of these strings."""
-    grammar: str | None = None
-    """A sentence of this grammar, in Lark's form or in GBNF (llama.cpp's)."""
-
-    def __post_init__(self):
-        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}
-        if len(given) != 1:
-            names = ", ".join(f.name for f in fields(self))
-            raise ValueError(f"structured outputs need exactly one of {names}, not {sorted(given) or 'none'}")
-        [(name, value)] = given.items()
-        if name == "choice":
-            is_right = not isinstance(value, str) and len(value) and all(isinstance(item, str) for item in value)
-            if not is_right or "" in value:
-                raise ValueError(f"choice={value!r} must be a list of one or more strings, none of them empty")
-        elif name == "json_object":
-            if value is not True:
-                raise ValueError(f"json_object={value!r} must be True, or be left out")
-        elif name == "json" and isinstance(value, Mapping):
-            pass
-        elif not isinstance(value, str) or not value.strip():
-            raise ValueError(f"{name}={value!r} must be a text that is not empty")
 
 
 class Grammar:
@@ -56,22 +23,30 @@ class Grammar:
 
     def __init__(self, matcher: llguidance.LLMatcher):
         self._matcher = matcher
+        self._num_tokens = 0
+        self.error: str | None = None
+        """Why it can go on no more."""
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing but end of sequence may follow."""
-        return self._matcher.is_stopped()
+        return self.error is None and self._matcher.is_stopped()
 
-    def accept(self, token_id: int):
-        """Takes the token drawn. RuntimeError for one that the mask did not allow."""
-        if not self._matcher.consume_token(token_id):
-            raise RuntimeError(
-                f"token {token_id} was drawn, but the grammar forbids it: {self._matcher.get_error().splitlines()[0]}"
-            )
+    def follow(self, output_token_ids: Sequence[int]):
+        """Takes the tokens drawn since the last call; what comes after a complete text changes nothing.
+
+        A token that may not come is an `error`, as are the limits of the parser.
+        """
+        for token_id in output_token_ids[self._num_tokens :]:
+            if not self.is_complete and not self._matcher.consume_token(token_id):
+                self.error = self._matcher.get_error().splitlines()[0]
+            self._num_tokens += 1
 
     def fork(self) -> "Grammar":
         """One that goes on from here by itself."""
-        return Grammar(self._matcher.deep_copy())
+        fork = Grammar(self._matcher.deep_copy())
+        fork._num_tokens, fork.error = self._num_tokens, self.error
+        return fork
 
 
 class GrammarCompiler:
@@ -82,8 +57,9 @@ class GrammarCompiler:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]):
-        self.num_words = -(-vocab_size // 32)
+        self.num_words = mask_words(vocab_size)
         self._executor = llguidance.LLExecutor()
+        self._grammar_of = functools.lru_cache(maxsize=64)(self._compile)
         try:
             self._tokenizer = llguidance.LLTokenizer(
                 backend_of(tokenizer).to_str(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids)
@@ -93,6 +69,9 @@ class GrammarCompiler:
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
         """A request's grammar at its start. ValueError for one that is malformed or that no text satisfies."""
+        return self._grammar_of(params).fork()
+
+    def _compile(self, params: StructuredOutputsParams) -> Grammar:
         try:
             definition = _definition(params)
             message = llguidance.LLMatcher.validate_grammar(definition, self._tokenizer)
@@ -105,13 +84,20 @@ class GrammarCompiler:
             if not matcher.is_accepting() and not self._may_begin(grammar.fork()):
                 raise ValueError("no text satisfies it")
         except ValueError as error:
-            raise ValueError(f"{_shown(params)} cannot be used: {error}") from error
+            raise ValueError(f"structured_outputs: {params} cannot be used: {error}") from error
         return grammar
 
     def fill(self, row_and_grammar: Sequence[tuple[int, Grammar]], mask_bw: np.ndarray):
-        """Overwrites these rows of the packed masks, int32 [rows, num_words], with what may come next."""
+        """Overwrites these rows of the packed masks, int32 [rows, num_words], with what may come next.
+
+        Nothing may where a grammar has an `error`.
+        """
         pairs = [(grammar._matcher, row) for row, grammar in row_and_grammar]
         fill_next_token_bitmask_par(self._executor, pairs, mask_bw)
+        for row, grammar in row_and_grammar:
+            if grammar._matcher.is_error():
+                grammar.error = grammar.error or grammar._matcher.get_error().splitlines()[0]
+                mask_bw[row] = 0
 
     def _may_begin(self, grammar: Grammar) -> bool:
         """Whether any token but end of sequence may come next."""
@@ -125,7 +111,8 @@ class GrammarCompiler:
 def _definition(params: StructuredOutputsParams) -> str:
     """The grammar in the library's own form. ValueError for text that is not even of its kind."""
     if params.json is not None:
-        return llguidance.grammar_from("json", _schema(params.json))
+        assert isinstance(params.json, str)
+        return llguidance.grammar_from("json", params.json)
     if params.json_object is not None:
         return llguidance.grammar_from("json", '{"type": "object"}')
     if params.regex is not None:
@@ -134,15 +121,3 @@ def _definition(params: StructuredOutputsParams) -> str:
         return llguidance.grammar_from("choice", json.dumps(list(params.choice)))
     assert params.grammar is not None
     return llguidance.grammar_from("grammar", params.grammar)
-
-
-def _schema(schema: str | Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(json.loads(schema) if isinstance(schema, str) else schema)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"it is no JSON: {error}") from error
-
-
-def _shown(params: StructuredOutputsParams) -> str:
-    [(name, value)] = [(f.name, v) for f in fields(params) if (v := getattr(params, f.name)) is not None]
-    return f"{name}={value!r}"

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.outputs import CompletionOutput, RequestOutput
-from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 NOT_FLAGS = ("logits_processors", "logits_processor_counts")
@@ -97,7 +97,8 @@ def add_flags(group, cls: type, skip: tuple[str, ...] = ()):
         members = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
         items = [typing.get_args(member) for member in members if typing.get_origin(member) is list]
         members = items[0] if items else members
-        names = ("none" if m is type(None) else name_of(m) for m in members if typing.get_origin(m) is not tuple)
+        members = tuple(m for m in members if m is not StructuredOutputsParams and typing.get_origin(m) is not tuple)
+        names = ("none" if m is type(None) else name_of(m) for m in members)
         metavar = "|".join(names)
         options = {"type": value_parser(members, metavar), "metavar": metavar}
         if kind is bool:

@@ -638,20 +638,25 @@ def test_llm_is_the_engine_under_the_name_that_vllms_users_type():
 def test_a_full_warm_up_compiles_every_step_ahead_and_strict_refuses_any_other(monkeypatch):
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_device_blocks": 32, "max_model_len": 128}
     params = SamplingParams(n=2, max_tokens=20, logprobs=3, temperature=1.0, seed=1)
-    with Engine(tiny.model_directory(), warmup="strict", **settings) as engine:
+    tokenizer = tiny.CharsTokenizer()
+    with Engine(tiny.model_directory(), tokenizer=tokenizer, warmup="strict", **settings) as engine:
         ahead = [step["shape"] for step in engine.stats()["compiled_steps"]]
         sizes = [f"{kind} of {b}, up to 20 logprobs" for kind in ("decode", "draw") for b in (1, 2)]
         steps = ["prefill of 16×1", "prefill of 16×2", *sizes, *(f"{size}, adjusted" for size in sizes)]
+        steps += [f"{size}, {kind}" for size in sizes[2:] for kind in ("masked", "adjusted, masked")]
         updates = ["8 RowUpdates", "8 BlockUpdates", "8 BlockCopies", "3 Adjustments", "1 AdjustedRow"]
         updates += [f"{n} {kind}" for n in (4, 32) for kind in ("SwapOut", "SwapIn")]
         assert sorted(ahead) == sorted([*steps, "up to 20 prompt logprobs in a prefill of 16", *updates])
         more = greedy(20, presence_penalty=1.0, prompt_logprobs=3)
         generate(engine, [prompt_of(40), prompt_of(3), prompt_of(17)], [greedy(20), greedy(20), params])
+        structured = SamplingParams(max_tokens=9, structured_outputs={"regex": "[a-z]{9}"})
         generate(engine, [prompt_of(40), prompt_of(3), prompt_of(17)], [more, greedy(20), params])
+        for others in (greedy(20), more):
+            generate(engine, [prompt_of(40), prompt_of(3)], [structured, others])
         assert [step["shape"] for step in engine.stats()["compiled_steps"]] == ahead
         monkeypatch.setattr(engine._runner.compiler, "_compiled", {})
         engine.add_request(prompt_of(40), greedy(2))
-        with pytest.raises(RuntimeError, match=r"draw of 1, .* not compiled ahead, and warmup='strict' forbids"):
+        with pytest.raises(RuntimeError, match=r"prefill of 16×1 was not compiled ahead, and warmup='strict' forbids"):
             engine.step()
 
 

@@ -12,7 +12,6 @@ NAN, INF = float("nan"), float("inf")
 
 UNSUPPORTED = {
     "flat_logprobs": (False, [True]),
-    "structured_outputs": (None, [{"json": {}}]),
     "logprob_token_ids": (None, [[1]]),
     "prompt_logprob_token_ids": (None, [[[1]]]),
     "prompt_logprob_start": (None, [0]),
@@ -72,6 +71,7 @@ WRONG = [
     ("allowed_token_ids", [[]], "allows no token"),
     ("allowed_token_ids", [[-1], [2**31]], r"\[0, 2147483647\]"),
     ("allowed_token_ids", [["a"], [1.0], [True]], "whole number"),
+    ("structured_outputs", ["json", 5, [{"regex": "a"}]], "StructuredOutputsParams, or a dictionary of one of json, "),
     ("detokenize", [1, None], "True or False"),
     ("skip_special_tokens", [0, None], "True or False"),
     ("spaces_between_special_tokens", [1, None], "True or False"),

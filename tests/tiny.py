@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 from safetensors.numpy import save_file
 
 from jaxpaged.config import ModelConfig
@@ -42,6 +43,27 @@ HF_CONFIG = {
     "hidden_act": "silu",
     "eos_token_id": 2,
 }
+
+
+class CharsTokenizer:
+    """Made with the tokenizers package: the token of an ASCII character from 3 on is its code."""
+
+    def __init__(self):
+        bytes_to_chars = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        chars = [bytes_to_chars.pre_tokenize_str(chr(code))[0][0] for code in range(3, 128)]
+        chars += sorted(set(bytes_to_chars.alphabet()) - set(chars))[: CONFIG.vocab_size - 128]
+        vocab = {"<0>": 0, "<1>": 1, "<2>": 2} | {char: code for code, char in enumerate(chars, 3)}
+        self.backend_tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+        self.backend_tokenizer.pre_tokenizer = bytes_to_chars
+        self.backend_tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        self.backend_tokenizer.add_special_tokens(["<0>", "<1>", "<2>"])
+        self.all_special_ids = [0, 1, 2]
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend_tokenizer.encode(text).ids
+
+    def decode(self, token_ids, skip_special_tokens: bool = False) -> str:
+        return self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 @functools.cache
