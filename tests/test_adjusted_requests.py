@@ -176,6 +176,21 @@ def test_stop_strings_are_looked_for_after_min_tokens(engine):
     assert (len(result.token_ids), result.text) == (4, "ab")
 
 
+def test_min_tokens_hold_for_every_end_of_sequence_and_penalties_for_ids_that_only_the_model_knows(tmp_path):
+    """The model has two end-of-sequence tokens and twice the tokens of its tokenizer."""
+    directory = tiny.write_model(tmp_path)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
+    with Engine(directory, tokenizer=tiny.CharsTokenizer(128), **SETTINGS) as engine:
+        params = SamplingParams(temperature=0, max_tokens=20, min_tokens=4, logit_bias={9: 100.0, 2: 90.0})
+        prompt = [200, 255, 130, 201, 254, 131]
+        penalized = greedy(12, repetition_penalty=1.8)
+        ended, repeated = generate(engine, [prompt, prompt], [params, penalized])
+        assert len(ended.outputs[0].token_ids) == 5 and ended.outputs[0].token_ids[-1] == 9
+        assert not {2, 9} & set(ended.outputs[0].token_ids[:4])
+        assert ended.outputs[0].finish_reason == "stop" and ended.outputs[0].stop_reason is None
+        assert repeated.outputs[0].token_ids == greedy_tokens(prompt, penalized) != tiny.naive_greedy(prompt, 12)
+
+
 # ---- what is forbidden
 
 

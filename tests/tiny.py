@@ -46,12 +46,13 @@ HF_CONFIG = {
 
 
 class CharsTokenizer:
-    """Made with the tokenizers package: the token of an ASCII character from 3 on is its code."""
+    """Made with the tokenizers package: the token of an ASCII character from 3 on is its code. It may know fewer tokens
+    than the model."""
 
-    def __init__(self):
+    def __init__(self, num_tokens: int = CONFIG.vocab_size):
         bytes_to_chars = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         chars = [bytes_to_chars.pre_tokenize_str(chr(code))[0][0] for code in range(3, 128)]
-        chars += sorted(set(bytes_to_chars.alphabet()) - set(chars))[: CONFIG.vocab_size - 128]
+        chars += sorted(set(bytes_to_chars.alphabet()) - set(chars))[: num_tokens - 128]
         vocab = {"<0>": 0, "<1>": 1, "<2>": 2} | {char: code for code, char in enumerate(chars, 3)}
         self.backend_tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
         self.backend_tokenizer.pre_tokenizer = bytes_to_chars
