@@ -34,20 +34,12 @@ from jaxpaged.outputs import RequestOutput
 from jaxpaged.prompts import Prompt, as_list, check_token_ids, needed, text_of, tokenize
 from jaxpaged.request import Request
 from jaxpaged.runner import Runner, StepCompiler, device_facts, largest_shapes, use_compilation_cache
-from jaxpaged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from jaxpaged.sampling_params import RequestOutputKind, SamplingParams
 from jaxpaged.scheduler import Scheduler
-from jaxpaged.step_data import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    NOT_DRAWN,
-    ScheduledStep,
-    StepInputs,
-    StepOutput,
-    mask_words,
-)
+from jaxpaged.step_data import NOT_DRAWN, ScheduledStep, StepInputs, StepOutput
 from jaxpaged.steps import Computed, Drawn
-from jaxpaged.structured_output import Grammar, GrammarCompiler
-from jaxpaged.tokenizer import GGUFTokenizer, Tokenizer, encode_chat, load_tokenizer, spellings
+from jaxpaged.token_choices import TokenChoices
+from jaxpaged.tokenizer import GGUFTokenizer, Tokenizer, encode_chat, load_tokenizer
 
 logger = logging.getLogger("jaxpaged")
 
@@ -114,6 +106,7 @@ class Engine:
         if swap_warning:
             logger.warning(swap_warning)
         self._tokenizer = _load_tokenizer(tokenizer, source)
+        self._choices = TokenChoices(self._tokenizer, source.config)
         weights = load_weights(source, config.dtype, config.quantization, seed=config.seed)
         self.config = self._size_pool(given, config, facts)
         self._facts = facts
@@ -123,7 +116,6 @@ class Engine:
         digest_context = repr((_WEIGHTS_VERSION, None, None)).encode()
         self._scheduler = Scheduler(self.config, digest_context, num_host_blocks)
 
-        self._spellings = functools.lru_cache(maxsize=64)(self._spell_all)
         self._groups: dict[str, Completions | BeamSearch] = {}
         self._ids = itertools.count()
         self._arrivals = itertools.count()
@@ -427,15 +419,8 @@ class Engine:
         """ValueError for parameters that this engine or model cannot honour."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+        self._choices.check(params)
         vocab_size, most = self.model_config.vocab_size, self.config.max_logprobs
-        for name, token_ids in (
-            ("stop_token_ids", params.stop_token_ids),
-            ("allowed_token_ids", params.allowed_token_ids),
-            ("logit_bias", dict(params.logit_bias or ())),
-        ):
-            for token_id in token_ids or ():
-                if token_id >= vocab_size:
-                    raise ValueError(f"{name} has {token_id}, but the vocabulary has ids 0 to {vocab_size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
             num_logprobs = getattr(params, name)
             if num_logprobs is not None and (vocab_size if num_logprobs == -1 else num_logprobs) > most:
@@ -443,58 +428,11 @@ class Engine:
                     f"{name}={num_logprobs}, but max_logprobs={most}; ask for fewer or raise the engine's "
                     "max_logprobs (-1: the whole vocabulary)"
                 )
-        self._check_choice_of_tokens(params)
-        self._grammar_of(params)
-        if params.stop and self._tokenizer is None:
-            raise ValueError(
-                f"stop={list(params.stop)!r} is searched in text, but there is no tokenizer; use stop_token_ids"
-            )
         if params.n > self.config.max_num_seqs:
             raise ValueError(
                 f"n={params.n} completions run side by side, but max_num_seqs={self.config.max_num_seqs}; "
                 "lower n or raise max_num_seqs"
             )
-
-    def _check_choice_of_tokens(self, params: SamplingParams):
-        """ValueError for bad words that cannot be looked for, and where no token is left that may be drawn."""
-        words, vocab_size = tuple(params.bad_words or ()), self.model_config.vocab_size
-        if words and self._tokenizer is None:
-            raise ValueError(f"bad_words={list(words)!r} are texts, but there is no tokenizer")
-        bad_words = self._spellings(words)
-        long = [word for word in bad_words if len(word) > 1]
-        if len(long) > MAX_BAD_WORDS:
-            raise ValueError(
-                f"bad_words have {len(long)} spellings of more than one token; there is room for {MAX_BAD_WORDS}"
-            )
-        for word in long:
-            if len(word) > MAX_BAD_WORD_TOKENS:
-                raise ValueError(
-                    f"bad_words has one of {len(word)} tokens, {list(word)}; there is room for {MAX_BAD_WORD_TOKENS}"
-                )
-        forbidden = {word[0] for word in bad_words if len(word) == 1}
-        if wrong := [word for word in bad_words if not all(0 <= token_id < vocab_size for token_id in word)]:
-            raise ValueError(
-                f"bad_words have the tokens {list(wrong[0])}, but the vocabulary has ids 0 to {vocab_size - 1}"
-            )
-        if params.min_tokens:
-            forbidden |= {
-                *(params.stop_token_ids or ()),
-                *(() if params.ignore_eos else self.model_config.eos_token_ids),
-            }
-        allowed = range(vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
-        if all(token_id in forbidden for token_id in allowed):
-            raise ValueError(
-                f"allowed_token_ids={params.allowed_token_ids and list(params.allowed_token_ids)} are all forbidden by "
-                f"bad_words={list(words)!r}, or by min_tokens={params.min_tokens} since they end the "
-                "request; allow one more token"
-            )
-
-    def _spell_all(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Token ids of each spelling of the words."""
-        if not words:
-            return ()
-        assert self._tokenizer is not None
-        return tuple(dict.fromkeys(ids for word in words for ids in spellings(self._tokenizer, word) if ids))
 
     def _beam_params(self, width: Any, max_tokens: Any, length_penalty: Any, ignore_eos: Any) -> SamplingParams:
         """What each hypothesis is sampled with. ValueError for what is wrong."""
@@ -541,19 +479,6 @@ class Engine:
             raise
         return [outputs[request_id] for request_id in ids]
 
-    @functools.cached_property
-    def _grammar_compiler(self) -> GrammarCompiler:
-        if self._tokenizer is None:
-            raise ValueError("structured_outputs say what text must be, but there is no tokenizer")
-        return GrammarCompiler(self._tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
-
-    def _grammar_of(self, params: SamplingParams) -> Grammar | None:
-        """A completion's grammar at its start. ValueError for one that cannot be used."""
-        if params.structured_outputs is None:
-            return None
-        assert isinstance(params.structured_outputs, StructuredOutputsParams)
-        return self._grammar_compiler.compile(params.structured_outputs)
-
     def _new_id(self) -> str:
         return next(request_id for request_id in map(str, self._ids) if not self._is_in_use(request_id))
 
@@ -575,8 +500,8 @@ class Engine:
                 seed=seed or 0,
                 child=child,
                 eos_token_ids=frozenset(self.model_config.eos_token_ids),
-                bad_words=self._spellings(tuple(params.bad_words or ())),
-                grammar=self._grammar_of(params),
+                bad_words=self._choices.bad_words(params),
+                grammar=self._choices.grammar(params),
             )
             for child in range(params.n)
         ]
@@ -722,11 +647,7 @@ class Engine:
             if request is not None and request.grammar is not None and scheduled.num_draws:
                 request.grammar.follow(request.output_token_ids)
                 row_and_grammar.append((i, request.grammar))
-        num_words = mask_words(self.model_config.vocab_size)
-        mask_bw = np.full((len(launched.inputs.row_b), num_words), -1, np.int32)
-        if row_and_grammar:  # all may have ended meanwhile
-            self._grammar_compiler.fill(row_and_grammar, mask_bw)
-        return mask_bw
+        return self._choices.masks(len(launched.inputs.row_b), row_and_grammar)
 
     def _build(self, runner: Runner) -> _Built | None:
         """The next step, None when there is none."""

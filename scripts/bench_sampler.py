@@ -21,7 +21,7 @@ import numpy as np
 from jaxpaged.adjustments import make_adjustments, row_values, start_row
 from jaxpaged.models.weights import Weights
 from jaxpaged.runner import compiler_options
-from jaxpaged.step_data import MAX_BAD_WORDS, AdjustedRow
+from jaxpaged.step_data import MAX_BAD_WORDS, AdjustedRow, mask_words
 from jaxpaged.steps import DrawOptions, RowState, draw_step, make_row_state
 
 SAMPLED = {
@@ -63,7 +63,7 @@ ADJUSTED = {
 class Case:
     """A compiled draw and the state that it takes and gives back."""
 
-    def __init__(self, weights: Weights, state: RowState, num_requests: int, num_logprobs: int | None):
+    def __init__(self, weights: Weights, state: RowState, num_requests: int, num_logprobs: int | None, is_masked: bool):
         self.weights, self.state = weights, state
         options = DrawOptions(20 if num_logprobs is None else num_logprobs, False, (), False)
         step = jax.jit(
@@ -75,6 +75,8 @@ class Case:
         has_logprobs = np.bool_(num_logprobs is not None)
         self.step = functools.partial(step, weights)
         self.arguments = (hidden_bd, row_b, row_b, positions, np.ones_like(row_b), has_logprobs)
+        if is_masked:
+            self.arguments += (np.full((num_requests, mask_words(len(weights.embed_vd))), 0x55555555, np.int32),)
 
     def seconds(self) -> float:
         """Draws once and waits."""
@@ -117,12 +119,13 @@ def measure(vocab: int, num_requests: int, repeat: int, has_all_logprobs: bool) 
     states |= {
         name: functools.partial(adjusted_state, num_requests, vocab, changes) for name, changes in ADJUSTED.items()
     }
-    cases = {name: (state, None) for name, state in states.items()} | {"logprobs of 20": (states["greedy"], 20)}
+    cases = {name: (state, None) for name, state in states.items()}
+    cases |= {"logprobs of 20": (states["greedy"], 20), "structured_outputs": (states["greedy"], None)}
     if has_all_logprobs:
         cases["logprobs of all"] = (states["greedy"], vocab)
     seconds = {}
     for name, (state, num_logprobs) in cases.items():
-        case = Case(weights, state(), num_requests, num_logprobs)
+        case = Case(weights, state(), num_requests, num_logprobs, is_masked=name == "structured_outputs")
         case.seconds()
         seconds[name] = min(case.seconds() for _ in range(repeat))
     return seconds
