@@ -338,7 +338,9 @@ def test_flags_have_the_types_of_their_fields():
     argv = ["--prompts", "p", "--stop", "a", "b", "--stop", "c", "--stop-token-ids", "3", "4", "--max-tokens", "none"]
     argv += ["--block-size", "32", "--no-detokenize", "--enable-prefix-caching", "--top-k", "-1", "--swap-space", "0.5"]
     argv += ["--logit-bias", '{"5": -1.5}', "--bad-words", "a b", "c", "--allowed-token-ids", "3"]
+    argv += ["--structured-outputs", '{"regex": "a+"}']
     args = generate.build_parser().parse_args(argv)
+    assert args.structured_outputs == {"regex": "a+"}
     assert (args.logit_bias, args.bad_words, args.allowed_token_ids) == ({"5": -1.5}, ["a b", "c"], [3])
     assert (args.stop, args.stop_token_ids, args.max_tokens) == (["a", "b", "c"], [3, 4], None)
     assert (args.block_size, args.detokenize, args.enable_prefix_caching) == (32, False, True)
