@@ -178,9 +178,16 @@ class CompileRecord:
     temporaries: int
 
 
-def compiler_options() -> dict[str, int] | None:
-    """What XLA is told beyond its defaults: on CPUs with AVX-512 LLVM takes vectors half as wide by itself."""
-    return {"xla_cpu_prefer_vector_width": 512} if jax.default_backend() == "cpu" else None
+def compiler_options(device: Any = None) -> dict[str, int] | None:
+    """What XLA is told beyond its defaults for a `jax.Device`: unless given, the first at hand.
+
+    On CPUs with AVX-512 LLVM takes vectors half as wide by itself. For a TPU 7x XLA would lay 16-bit weights out anew
+    in larger tiles, before the loop over decode steps: each call would copy all of them, and have them twice.
+    """
+    device = device or jax.devices()[0]
+    if device.platform == "cpu":
+        return {"xla_cpu_prefer_vector_width": 512}
+    return {"xla_tpu_control_large_2nd_minor_layout_for_x16": 0} if device.device_kind == "TPU7x" else None
 
 
 class StepCompiler:

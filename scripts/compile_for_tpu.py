@@ -5,7 +5,7 @@
 Needs libtpu, which compiles for v5e:2x2, v6e:2x2, v5p:2x2x1, tpu7x:2x2x1 and others. Nothing is run.
 `--kernels`: the attention kernel alone; `once`: each value of each axis at least once, `pairs`: each pair of values of
 two axes. `--steps LAYERS`: whole decode and prefill steps of the models at their full widths with so many layers (0:
-all of them); `--models` names some. `--blocks` is the size of their pools.
+all of them); `--models` and `--kinds` name some. `--blocks` are the sizes of their pools.
 
 A program is compiled, or refused with the first lines of the compiler's error. `alias_bytes`: what is updated in place;
 `donated_bytes`: what was to be; `temp_bytes`: temporaries; `copies`: instructions of the optimized program that copy,
@@ -21,7 +21,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 
@@ -29,13 +29,14 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPL
 
 import jax
 import jax.numpy as jnp
+from covering import covering
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpaged.batch import make_buckets
 from jaxpaged.config import EngineConfig, ModelConfig
 from jaxpaged.models.weights import ParamSpec, map_specs, param_specs
-from jaxpaged.runner import DrawShape, PrefillShape, StepCompiler
+from jaxpaged.runner import DrawShape, PrefillShape, StepCompiler, compiler_options
 from pallas_kernels.tpu.layout import rows_per_tile
 from pallas_kernels.tpu.paged_attention import paged_attention
 
@@ -70,6 +71,7 @@ MODELS = {
 SHARDED = {"Llama-3.1-8B"}
 """Models that are split over all devices of the target: one chip of 16 GB does not hold them."""
 
+KINDS = ("decode", "prefill")
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_TOKENS = 2048, 64, 512
 
 
@@ -79,6 +81,7 @@ class Target:
     def __init__(self, name: str, num_devices: int = 1):
         devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices[:num_devices]
         self.num_devices = len(devices)
+        self._options = compiler_options(devices[0])
         self._mesh = Mesh(devices, ("tensor",), axis_types=(AxisType.Auto,))
         cores = getattr(devices[0], "num_cores", 1)
         device = AbstractDevice(device_kind=devices[0].device_kind, num_cores=cores, platform="tpu")
@@ -90,39 +93,21 @@ class Target:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
     def compile(self, lower: Callable):
-        """What `lower()` gives, compiled, traced as on the target."""
+        """What `lower()` gives, compiled with the engine's options, traced as on the target."""
         with jax.sharding.use_abstract_mesh(self._abstract):
-            return lower().compile()
+            return lower().compile(self._options)
 
 
-def covering(axes: dict[str, list], strength: int) -> list[dict]:
-    """Few cases in which each combination of the values of any `strength` axes is there at least once."""
-    names = list(axes)
-    left = {
-        tuple(zip(chosen, values, strict=True))
-        for chosen in itertools.combinations(names, strength)
-        for values in itertools.product(*(range(len(axes[name])) for name in chosen))
-    }
-    cases = []
-    while left:
-        case: dict[str, int] = dict(min(left))
-        for name in names:  # the value that takes most of what is left along
-            if name not in case:
-                case[name] = max(range(len(axes[name])), key=lambda v: _num_covered(left, {**case, name: v}))
-        left = {combination for combination in left if not all(case[name] == value for name, value in combination)}
-        cases.append({name: axes[name][case[name]] for name in names})
-    return cases
+def kernel_cases(which: str) -> list[dict]:
+    """Cases of the kernel."""
+    return covering(AXES, 1 if which == "once" else 2, has_whole_tiles)
 
 
-def _num_covered(left: set, case: dict[str, int]) -> int:
-    return sum(all(case.get(name) == value for name, value in combination) for combination in left)
-
-
-def kernel_cases(which: str) -> Iterator[dict]:
-    """Cases of the kernel, the block size at least a memory tile of the pool's dtype."""
-    for case in covering(AXES, 1 if which == "once" else 2):
-        kv_dtype = case["dtype"] if case["kv_dtype"] == "as dtype" else case["kv_dtype"]
-        yield case | {"kv_dtype": kv_dtype, "block_size": max(case["block_size"], rows_per_tile(kv_dtype))}
+def has_whole_tiles(case: dict) -> bool:
+    """Whether blocks are memory tiles of the pool's dtype, or more; the kernel refuses others."""
+    chosen = [case.get("kv_dtype"), case.get("dtype")]
+    kv_dtype = next((name for name in chosen if name not in (None, "as dtype")), "float32")
+    return case.get("block_size", 128) >= rows_per_tile(kv_dtype)
 
 
 def compile_kernel(target: Target, case: dict) -> dict:
@@ -130,7 +115,8 @@ def compile_kernel(target: Target, case: dict) -> dict:
     (n, k), h, s = case["heads"], case["head_dim"], case["block_size"]
     is_decode = case["shape"].startswith("decode")
     t, b = (64, 64) if is_decode else (512, 32)
-    dtype, kv_dtype, num_blocks = jnp.dtype(case["dtype"]), jnp.dtype(case["kv_dtype"]), 32768 // s
+    dtype, num_blocks = jnp.dtype(case["dtype"]), 32768 // s
+    kv_dtype = dtype if case["kv_dtype"] == "as dtype" else jnp.dtype(case["kv_dtype"])
     options = {"is_decode": is_decode, "scale": h**-0.5}
     options |= {"sliding_window": 300} if "window" in case["mask"] else {}
     options |= {"soft_cap": 30.0} if "soft cap" in case["mask"] else {}
@@ -215,6 +201,7 @@ def main() -> int:
     parser.add_argument("--kernels", choices=("once", "pairs"))
     parser.add_argument("--steps", type=int, metavar="LAYERS")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
     parser.add_argument("--blocks", type=int, nargs="*", default=[4000])
     args = parser.parse_args()
     versions = {"jax": jax.__version__, "libtpu": metadata.version("libtpu"), "python": platform.python_version()}
@@ -229,7 +216,7 @@ def main() -> int:
         for case in kernel_cases(args.kernels):
             report(case, compile_kernel(one, case))
     if args.steps is not None:
-        for name, kind, num_blocks in itertools.product(args.models, ("decode", "prefill"), args.blocks):
+        for name, kind, num_blocks in itertools.product(args.models, args.kinds, args.blocks):
             target = Target(args.target, 4 if name in SHARDED else 1)
             case = {"model": name, "step": kind, "layers": args.steps or MODELS[name].num_layers, "blocks": num_blocks}
             report(case, compile_step(target, MODELS[name], kind, args.steps, num_blocks))

@@ -26,7 +26,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--every-mode", action="store_true", help="the laws of test_invariance.py in every mode")
+    parser.addoption("--every-mode", action="store_true", help="laws in every mode, kernels in all pairs of modes")
 
 
 @pytest.fixture(autouse=True, scope="session")
