@@ -7,10 +7,11 @@ bounds. Races are read back after each call.
 import dataclasses
 import functools
 import inspect
+import sys
 import types
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,15 +27,14 @@ from pallas_kernels.tpu import paged_attention as kernel
 from pallas_kernels.tpu.layout import pack, unpack
 from ragged import make_batch
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+from check_tpu_attention import SCALE, STATIC, attend, cases, compare, error_in
+
 pytestmark = pytest.mark.interpret
 
-SCALE = 0.3
 INTERPRETER = pltpu.InterpretParams(
     detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise", dma_execution_mode="on_wait"
 )
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
-STATIC = ("scale", "sliding_window", "soft_cap", "is_decode", "tile", "chunk")
-attend = jax.jit(kernel.paged_attention, static_argnames=STATIC)
 
 
 def interpreted(function, *arguments, **options):
@@ -47,26 +47,10 @@ def interpreted(function, *arguments, **options):
     return result, races.races_found
 
 
-def check(batch, *, dtype="float32", kv_dtype=None, k_scale_k=None, v_scale_k=None, function=attend, **options):
+def check(batch, **options):
     """Output and pool are the oracle's, and there is no race."""
-    kv_dtype = np.dtype(jnp.dtype(kv_dtype or dtype))
-    pools = [np.nan_to_num(x) if kv_dtype.kind == "i" else x for x in batch.kv]
-    pools = [reference.stored(x, kv_dtype) for x in pools]
-    new = [jnp.asarray(x, dtype) for x in (batch.q_tnh, batch.k_tkh, batch.v_tkh)]
-    scales = {} if k_scale_k is None else {"k_scale_k": jnp.asarray(k_scale_k), "v_scale_k": jnp.asarray(v_scale_k)}
-    (out_tnh, kv), has_races = interpreted(
-        function, *new, pack(*pools), *batch.arguments(), scale=SCALE, **scales, **options
-    )
-    masks = {name: options[name] for name in ("sliding_window", "soft_cap") if name in options}
-    rounded = [np.asarray(x.astype(jnp.float32)) for x in new]
-    expected_tnh, expected_kv = reference.paged_attention(
-        *rounded, pools, *batch.arguments(), scale=SCALE, k_scale_k=k_scale_k, v_scale_k=v_scale_k, **masks
-    )
+    _, has_races = interpreted(compare, batch, **options)
     assert not has_races
-    error = np.abs(np.asarray(out_tnh, np.float32) - expected_tnh).max()
-    assert error <= TOLERANCE[dtype] * np.abs(expected_tnh).max()
-    for actual, expected in zip(unpack(kv, batch.k_tkh.shape[1]), expected_kv, strict=True):
-        np.testing.assert_array_equal(actual.astype(np.float32), expected.astype(np.float32))
 
 
 EDGES = [0, 1, 14, 15, 16, 17, 30, 31, 32, 33, 47, 63, 64, 65, 95, 96, 128]
@@ -104,33 +88,16 @@ def test_prompt_chunks_and_decodes_together_match_the_oracle(lengths, seed):
     check(make_batch(lengths, block_size=16, head_dim=64, tokens=208, requests=5, seed=seed), chunk=32, tile=16)
 
 
-AXES = {
-    "heads": [(8, 4), (4, 1), (3, 3), (9, 3)],
-    "head_dim": [128, 64, 256],
-    "block_size": [64, 16, 128, 32],
-    "dtype": ["float32", "bfloat16"],
-    "kv_dtype": ["int8", None, "float8_e4m3fn"],
-    "mask": [{"sliding_window": 40}, {}, {"soft_cap": 1.5}, {"sliding_window": 21, "soft_cap": 3.0}],
-}
-NUM_CASES = max(map(len, AXES.values()))
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        chosen = cases("pairs" if metafunc.config.getoption("every_mode") else "once")
+        metafunc.parametrize(("seed", "case"), list(enumerate(chosen)), ids=[str(list(c.values())) for c in chosen])
 
 
-@pytest.mark.parametrize("number", range(NUM_CASES))
-def test_each_kind_of_heads_block_dtype_and_mask_matches_the_oracle(number):
-    """Each value of each axis once; several tiles and chunks, with the sizes that are chosen by default."""
-    case = {name: values[number % len(values)] for name, values in AXES.items()}
-    (n, k), kv_dtype = case["heads"], case["kv_dtype"]
-    scales = {}
-    if kv_dtype is not None:
-        step = 2.0**-5 if kv_dtype == "int8" else 2.0**-3
-        scales = {"k_scale_k": np.float32(step) * 2.0 ** np.arange(k, dtype=np.float32)}
-        scales["v_scale_k"] = scales["k_scale_k"][::-1] * 2
-    block_size = max(case["block_size"], 32 if kv_dtype else 16)
-    batch = make_batch(
-        [(100, 1), (0, 70), (37, 5), (140, 18)], block_size=block_size, num_heads=n, num_kv_heads=k,
-        head_dim=case["head_dim"], tokens=100, requests=5, seed=number,
-    )  # fmt: skip
-    check(batch, dtype=case["dtype"], kv_dtype=kv_dtype, **scales, **case["mask"])
+def test_each_kind_of_heads_block_dtype_and_mask_matches_the_oracle(case, seed):
+    """Each value of each axis, or each pair of them; several tiles and chunks, with the sizes chosen by default."""
+    _, has_races = interpreted(error_in, case, seed)
+    assert not has_races
 
 
 FAULTS = {
@@ -220,7 +187,15 @@ def test_a_shard_of_the_heads_and_lanes_gives_that_part_of_the_whole():
             np.split(np.asarray(x), 2, axis)[part]
             for x, axis in ((batch.q_tnh, 1), (batch.k_tkh, 1), (batch.v_tkh, 1), (kv, 2))
         )
-        (out_tnh, kv_part), _ = interpreted(attend, q_tnh, k_tkh, v_tkh, kv_part, *batch.arguments(), scale=SCALE)
+        (out_tnh, kv_part), _ = interpreted(
+            attend,
+            q_tnh,
+            k_tkh,
+            v_tkh,
+            kv_part,
+            *batch.arguments(),
+            scale=SCALE,
+        )
         expected = np.split(expected_tnh, 2, 1)[part]
         assert np.abs(np.asarray(out_tnh) - expected).max() <= 2e-5 * np.abs(expected).max()
         for actual, pool in zip(unpack(kv_part, 1), pools, strict=True):
