@@ -4,8 +4,8 @@
 
 Needs libtpu, which compiles for v5e:2x2, v6e:2x2, v5p:2x2x1, tpu7x:2x2x1 and others. Nothing is run.
 `--kernels`: the attention kernel alone; `once`: each value of each axis at least once, `pairs`: each pair of values of
-two axes. `--steps LAYERS`: whole decode and prefill steps of the models at their full widths with so many layers (0:
-all of them); `--models` and `--kinds` name some. `--blocks` are the sizes of their pools.
+two axes. `--steps LAYERS`: whole steps of the models at their full widths with so many layers (0: all of them);
+`--models` and `--kinds` name some. `--blocks` are the sizes of their pools.
 
 A program is compiled, or refused with the first lines of the compiler's error. `alias_bytes`: what is updated in place;
 `donated_bytes`: what was to be; `temp_bytes`: temporaries; `copies`: instructions of the optimized program that copy,
@@ -71,7 +71,7 @@ MODELS = {
 SHARDED = {"Llama-3.1-8B"}
 """Models that are split over all devices of the target: one chip of 16 GB does not hold them."""
 
-KINDS = ("decode", "prefill")
+KINDS = ("decode", "prefill", "draw")
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_TOKENS = 2048, 64, 512
 
 
@@ -134,7 +134,7 @@ def compile_kernel(target: Target, case: dict) -> dict:
 
 
 def compile_step(target: Target, model: ModelConfig, kind: str, num_layers: int, num_blocks: int) -> dict:
-    """The facts of a whole step, "decode" (8 tokens of each request in one call) or "prefill"."""
+    """The facts of a whole step: "decode" (8 tokens of each request in one call), "prefill", or the "draw" after it."""
     model = replace(model, num_layers=num_layers or model.num_layers)
     config = EngineConfig(
         dtype="bfloat16", block_size=16, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS,
@@ -153,13 +153,13 @@ def compile_step(target: Target, model: ModelConfig, kind: str, num_layers: int,
     compiler._state = target.placed(compiler._state)
     compiler._kv = target.placed(compiler._kv, PartitionSpec(None, None, axis))
     b = MAX_NUM_SEQS
-    shape = DrawShape(True, b, 20) if kind == "decode" else PrefillShape(MAX_TOKENS, b)
+    shape = PrefillShape(MAX_TOKENS, b) if kind == "prefill" else DrawShape(kind == "decode", b, 20)
     pools = jax.tree.leaves(compiler._kv)
     big = [leaf.sharding.shard_shape(leaf.shape) for leaf in (*pools, *jax.tree.leaves(compiler._weights))]
     facts = compiled_facts(target, lambda: compiler.lower(shape), big)
     pool_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in pools) // target.num_devices
-    donated_bytes = pool_bytes + (compiler.state_bytes if kind == "decode" else 0)
-    return facts | {"donated_bytes": donated_bytes, "layer_pool_bytes": pool_bytes // len(pools)}
+    donated_bytes = {"decode": pool_bytes + compiler.state_bytes, "prefill": pool_bytes, "draw": compiler.state_bytes}
+    return facts | {"donated_bytes": donated_bytes[kind], "layer_pool_bytes": pool_bytes // len(pools)}
 
 
 def compiled_facts(target: Target, lower: Callable, big_shapes: list[tuple[int, ...]]) -> dict:
