@@ -13,8 +13,8 @@ SCRIPT = Path(__file__).parent.parent / "scripts" / "tpu_check.sh"
 STAGES = ["device", "numerics", "tokens_kernel", "tokens_xla", "tokens_equal", "attention", "step", "throughput"]
 
 
-def started(folder, *options):
-    environment = os.environ | {"PYTHON": sys.executable, "MODEL": tiny.model_directory()}
+def started(folder, *options, python=sys.executable):
+    environment = os.environ | {"PYTHON": str(python), "MODEL": tiny.model_directory()}
     command = [str(SCRIPT), *options, str(folder)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, **streams, env=environment, start_new_session=True)
@@ -51,6 +51,17 @@ def test_where_there_is_no_tpu_that_is_said_and_nothing_else_is_tried(tmp_path):
     assert process.returncode == 1 and "this is no tpu but: cpu" in errors
     begun, facts, ended = lines_of(printed)
     assert (begun["stage"], facts["platform"], ended["status"]) == ("device", "cpu", 1)
+
+
+def test_stages_go_on_after_one_that_failed_and_the_status_tells(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *check_tpu*) echo "it differs" >&2; exit 1;; esac\necho "{}"\n')
+    python.chmod(0o755)
+    process = started(tmp_path, python=python)
+    printed, errors = process.communicate()
+    statuses = [(line["stage"], line["status"]) for line in lines_of(printed) if "status" in line]
+    assert statuses == [(name, int(name == "numerics")) for name in STAGES]
+    assert process.returncode == 1 and errors == "it differs\n"
 
 
 def test_what_was_printed_before_the_end_is_there_when_it_is_cut_off(tmp_path):
