@@ -123,6 +123,7 @@ def line_of(case: Case, seed: int) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", choices=("once", "pairs"), default="pairs")
+    parser.add_argument("--first", type=int, metavar="N", help="only so many of them")
     parser.add_argument("--interpret", action="store_true", help="on any device, slowly")
     args = parser.parse_args()
     device = jax.devices()[0]
@@ -132,7 +133,7 @@ def main() -> int:
     where["python"] = platform.python_version()
     results = []
     with pltpu.force_tpu_interpret_mode() if args.interpret else contextlib.nullcontext():
-        for seed, case in enumerate(cases(args.cases)):
+        for seed, case in enumerate(cases(args.cases)[: args.first]):
             line = line_of(case, seed)
             results.append(line["result"])
             print(json.dumps(line | where), flush=True)

@@ -66,7 +66,7 @@ if [ "$is_small" = 1 ]; then
     platform=cpu
     echo '{"prompt_token_ids": [5, 6, 7]}' > "$folder/prompts.jsonl"
     generate+=(--prompts "$folder/prompts.jsonl" --max-tokens 8 --max-num-seqs 8 --num-device-blocks 64)
-    numerics=(--cases once --interpret)
+    numerics=(--cases once --first 1 --interpret)
     attention=(--interpret --heads 4x2 --head-dim 64 --dtype float32 --decode 2x40 --repeat 1 --calls 1 --rate-size 4)
     step=(--decode 2x20 --repeat 1)
     echo '{"prompt_token_ids": [[5, 6, 7]], "max_tokens": [4], "temperature": 0, "ignore_eos": true}' |
