@@ -55,7 +55,7 @@ def paged_attention(
     is_there_b = (jnp.arange(query_len_b.shape[0]) < num_requests) & (context_len_b > 0)
     query_len_b = jnp.where(is_there_b, query_len_b, 0)
     request_t = jnp.arange(q_tnh.shape[0]) if is_decode else request_of_token(query_start_b1, q_tnh.shape[0])
-    kv = _write(kv, k_tkh, v_tkh, request_t, query_start_b1, query_len_b, context_len_b, page_table_bp)
+    kv = write(kv, k_tkh, v_tkh, request_t, query_start_b1, query_len_b, context_len_b, page_table_bp)
     attend = functools.partial(_attend, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
     if is_decode:
         live_len_b = jnp.where(query_len_b == 1, context_len_b, 0)
@@ -83,8 +83,14 @@ def request_of_token(query_start_b1: jax.Array, num_tokens: int) -> jax.Array:
     return jnp.minimum(request_t.astype(jnp.int32), query_start_b1.shape[0] - 2)
 
 
-def _write(kv, k_tkh, v_tkh, request_t, query_start_b1, query_len_b, context_len_b, page_table_bp) -> HeadMajorKV:
-    """The pool with K and V of the new tokens in their slots; padded tokens are dropped."""
+def write(
+    kv: HeadMajorKV, k_tkh, v_tkh, request_t, query_start_b1, query_len_b, context_len_b, page_table_bp,
+    *, k_scale_k=None, v_scale_k=None,
+) -> HeadMajorKV:  # fmt: skip
+    """The pool with K and V of the new tokens in their slots; padded tokens are dropped.
+
+    In place where the pool is donated: one scatter each for K and V, on CPUs and GPUs.
+    """
     num_blocks, block_size = kv.k.shape[0], kv.k.shape[2]
     offset_t = jnp.arange(k_tkh.shape[0]) - query_start_b1[request_t]
     position_t = context_len_b[request_t] - query_len_b[request_t] + offset_t
@@ -92,10 +98,22 @@ def _write(kv, k_tkh, v_tkh, request_t, query_start_b1, query_len_b, context_len
     block_t = jnp.where((offset_t >= 0) & (offset_t < query_len_b[request_t]), block_t, num_blocks)
     slot_t = position_t % block_size
 
-    def put(pool, x_tkh):
-        return pool.at[block_t, :, slot_t].set(x_tkh.astype(pool.dtype), mode="drop")
+    def put(pool, x_tkh, scale_k):
+        return pool.at[block_t, :, slot_t].set(stored(x_tkh, scale_k, pool.dtype), mode="drop")
 
-    return HeadMajorKV(put(kv.k, k_tkh), put(kv.v, v_tkh))
+    return HeadMajorKV(put(kv.k, k_tkh, k_scale_k), put(kv.v, v_tkh, v_scale_k))
+
+
+def stored(x_tkh: jax.Array, scale_k: jax.Array | None, dtype) -> jax.Array:
+    """K or V as the pool keeps it: over its heads' scales, in 8 bits the nearest value, the largest for any beyond."""
+    if scale_k is not None:
+        x_tkh = x_tkh.astype(jnp.float32) / scale_k[None, :, None]
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.clip(jnp.round(x_tkh), -127, 127).astype(dtype)
+    if jnp.dtype(dtype).itemsize == 1:
+        largest = float(jnp.finfo(dtype).max)
+        x_tkh = jnp.clip(x_tkh, -largest, largest)
+    return x_tkh.astype(dtype)
 
 
 def _gather(pool, block_xc, num_tokens_x) -> jax.Array:

@@ -48,7 +48,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu.layout import rows_per_tile
-from pallas_kernels.xla import request_of_token
+from pallas_kernels.xla import request_of_token, stored
 
 _MASKED = -1e30
 _LANES = 128
@@ -90,7 +90,8 @@ def paged_attention(
     ones_k = jnp.ones(num_kv_heads, jnp.float32)
     k_scale_k = ones_k if k_scale_k is None else k_scale_k
     v_scale_k = ones_k if v_scale_k is None else v_scale_k
-    new_te = _as_stored(k_tkh, v_tkh, k_scale_k, v_scale_k, kv.dtype)
+    new_tkh = [stored(x, scale_k, kv.dtype) for x, scale_k in ((k_tkh, k_scale_k), (v_tkh, v_scale_k))]
+    new_te = jnp.concatenate(new_tkh, axis=-1).reshape(k_tkh.shape[0], -1)
     query_len_b = query_start_b1[1:] - query_start_b1[:-1]
     is_there_b = (jnp.arange(query_len_b.shape[0]) < num_requests) & (context_len_b > 0)
     query_len_b = jnp.where(is_there_b, query_len_b, 0)
@@ -137,18 +138,6 @@ def _choose_tile(num_tokens: int, num_requests: int, num_heads: int, num_kv_head
 def _power_of_two(n: int) -> int:
     """The largest power of two up to n, 1 or more."""
     return 1 << max(n.bit_length() - 1, 0)
-
-
-def _as_stored(k_tkh, v_tkh, k_scale_k, v_scale_k, dtype) -> jax.Array:
-    """Rows of the packed layout [t, e] in the pool's dtype: in 8 bits the nearest value, the largest for any beyond."""
-    k_tkh = k_tkh.astype(jnp.float32) / k_scale_k[None, :, None]
-    v_tkh = v_tkh.astype(jnp.float32) / v_scale_k[None, :, None]
-    new_te = jnp.concatenate([k_tkh, v_tkh], axis=-1).reshape(k_tkh.shape[0], -1)
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.clip(jnp.round(new_te), -127, 127).astype(dtype)
-    if dtype.itemsize == 1:
-        new_te = jnp.clip(new_te, -float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).max))
-    return new_te.astype(dtype)
 
 
 class _Tiles(NamedTuple):
