@@ -8,6 +8,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import xla
+from pallas_kernels.gpu import paged_attention as gpu
 from pallas_kernels.tpu import paged_attention as tpu
 
 
@@ -33,20 +34,25 @@ def paged_attention(
         case "xla":
             attend = functools.partial(xla.paged_attention, scale=scale, is_decode=is_decode)
         case "pallas_tpu":
-            attend = _over_kv_heads(functools.partial(tpu.paged_attention, scale=scale, is_decode=is_decode))
+            attend = functools.partial(tpu.paged_attention, scale=scale, is_decode=is_decode)
+            attend = _over_kv_heads(attend, PartitionSpec(None, None, "tensor"))
+        case "pallas_gpu":
+            attend = functools.partial(gpu.paged_attention, scale=scale, is_decode=is_decode)
+            attend = _over_kv_heads(attend, PartitionSpec(None, "tensor"))
         case _:
-            raise ValueError(f"attention_backend={backend!r} is not known; there are 'xla' and 'pallas_tpu'")
+            raise ValueError(f"attention_backend={backend!r} is not known; there are 'xla', 'pallas_tpu' and 'pallas_gpu'")
     return attend(q_tnh, k_tkh, v_tkh, kv, query_start_b1, context_len_b, page_table_bp, num_requests)
 
 
-def _over_kv_heads(attend: Callable) -> Callable:
-    """`attend` on the packed layout, under a mesh on each shard of the heads: the compiler cannot split a kernel."""
+def _over_kv_heads(attend: Callable, pool: PartitionSpec) -> Callable:
+    """`attend`, under a mesh on each shard of the heads, which the pool is split by as well: the compiler cannot split
+    a kernel."""
     if jax.sharding.get_abstract_mesh().shape.get("tensor", 1) == 1:
         return attend
-    heads, lanes, whole = PartitionSpec(None, "tensor"), PartitionSpec(None, None, "tensor"), PartitionSpec()
+    heads, whole = PartitionSpec(None, "tensor"), PartitionSpec()
     return jax.shard_map(
         attend,
-        in_specs=(heads, heads, heads, lanes, whole, whole, whole, whole),
-        out_specs=(heads, lanes),
+        in_specs=(heads, heads, heads, pool, whole, whole, whole, whole),
+        out_specs=(heads, pool),
         check_vma=False,
     )

@@ -16,6 +16,8 @@ _TPU_LEAST_BLOCK_SIZE = 16
 """Tokens of 16 bits in a memory tile of a TPU, which the kernel writes whole."""
 _TPU_PAGE_TABLE_BYTES = 2**19
 """What a step's page table may take of a TPU's 1 MiB of scalar memory."""
+_GPU_LARGEST_HEAD_DIM = 256
+"""Beyond, a tile's queries and values are more than a multiprocessor's registers hold."""
 
 LogitsProcessor = Callable[[Any, Any], Any]
 """f(logits_bv, state: adjustments.LogitsState) → logits_bv, a pure JAX function of each row alone."""
@@ -102,7 +104,8 @@ class DeviceFacts:
     """Bytes of RAM on the host."""
     jax_version: str
     has_native_bf16: bool
-    """Whether matrix products in bfloat16 run faster than in float32 here."""
+    """Whether matrix products in bfloat16 run faster than in float32 here. On a GPU: compute capability 8.0 or newer,
+    from which on there are Pallas kernels as well."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,8 +139,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Reuse K and V of prompts that begin alike."""
     attention_backend: str = "auto"
-    """xla or pallas_tpu; auto: pallas_tpu on a TPU, for models that it can be used for (num_kv_heads × head_dim a
-    multiple of 64), else xla."""
+    """xla, pallas_tpu or pallas_gpu; auto: pallas_tpu on a TPU, for models that it can be used for (num_kv_heads ×
+    head_dim a multiple of 64), pallas_gpu on a GPU of compute capability 8.0 or newer (head_dim up to 256), else xla."""
     load_format: str = "auto"
     """auto, safetensors, gguf, orbax, or dummy: random weights of the right shapes."""
     kv_cache_dtype: str = "auto"
@@ -205,9 +208,9 @@ class EngineConfig:
         _check_choice("warmup", self.warmup, ("auto", "lazy", "full", "strict"))
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be True or False")
-        if self.attention_backend in ("pallas_gpu", "mosaic_gpu"):
+        if self.attention_backend == "mosaic_gpu":
             raise ValueError(f"attention_backend={self.attention_backend!r} is not supported yet; use 'auto'")
-        _check_choice("attention_backend", self.attention_backend, ("auto", "xla", "pallas_tpu"))
+        _check_choice("attention_backend", self.attention_backend, ("auto", "xla", "pallas_tpu", "pallas_gpu"))
         if self.kv_cache_dtype != "auto":
             raise ValueError(
                 f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported yet; K and V have the engine's dtype ('auto')"
@@ -238,10 +241,17 @@ def resolve(engine: EngineConfig, model: ModelConfig, device: DeviceFacts) -> En
         )
     backend = engine.attention_backend
     if backend == "auto":
-        backend = "pallas_tpu" if device.platform == "tpu" and _fills_lanes(model) else "xla"
+        kernel = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}.get(device.platform, "xla")
+        backend = "xla" if _why_no_kernel(model, device) else kernel
     block_size = 16 if engine.block_size == "auto" else engine.block_size
     if backend == "pallas_tpu":
         block_size = _tpu_block_size(engine, model, device, dtype, max_model_len)
+    if backend == "pallas_gpu" and (device.platform != "gpu" or _why_no_kernel(model, device)):
+        reason = _why_no_kernel(model, device) or f"this is {device.kind} ({device.platform})"
+        raise ValueError(
+            "attention_backend='pallas_gpu' needs a GPU of compute capability 8.0 or newer and head_dim up to "
+            f"{_GPU_LARGEST_HEAD_DIM}, but {reason}; use 'auto'"
+        )
     return replace(
         engine,
         dtype=dtype,
@@ -263,6 +273,25 @@ def _auto_dtype(model: ModelConfig, device: DeviceFacts) -> str:
     if not device.has_native_bf16:
         return "float16"
     return model.dtype if model.dtype != "float32" else "bfloat16"
+
+
+def attention_notice(given: EngineConfig, model: ModelConfig, device: DeviceFacts) -> str | None:
+    """A line for when "auto" takes the XLA form on a device that there is a kernel for."""
+    reason = _why_no_kernel(model, device)
+    if reason is None or given.attention_backend != "auto":
+        return None
+    return f"attention_backend='auto' takes 'xla', the form without a kernel of its own: {reason}"
+
+
+def _why_no_kernel(model: ModelConfig, device: DeviceFacts) -> str | None:
+    """Why the kernel for this kind of device cannot be used. None: it can, or there is none anyway."""
+    if device.platform == "tpu" and not _fills_lanes(model):
+        return f"num_kv_heads × head_dim = {model.num_kv_heads} × {model.head_dim} is no multiple of 64"
+    if device.platform == "gpu" and not device.has_native_bf16:
+        return f"{device.kind} is older than compute capability 8.0"
+    if device.platform == "gpu" and model.head_dim > _GPU_LARGEST_HEAD_DIM:
+        return f"head_dim={model.head_dim} is above {_GPU_LARGEST_HEAD_DIM}"
+    return None
 
 
 def _fills_lanes(model: ModelConfig) -> bool:

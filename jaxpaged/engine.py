@@ -27,7 +27,7 @@ from jaxpaged.adjustments import check_processors
 from jaxpaged.beam_search import BeamSearch, num_candidates
 from jaxpaged.checkpoints import ModelSource, load_weights, open_model
 from jaxpaged.completions import Completions
-from jaxpaged.config import DeviceFacts, EngineConfig, ModelConfig, resolve
+from jaxpaged.config import DeviceFacts, EngineConfig, ModelConfig, attention_notice, resolve
 from jaxpaged.memory import MemoryReport, PreemptionCosts
 from jaxpaged.models.weights import param_specs, weight_bytes
 from jaxpaged.outputs import RequestOutput
@@ -103,8 +103,9 @@ class Engine:
         config = resolve(given, source.config, facts)
         check_processors(config.logits_processors, source.config.vocab_size, has_counts=config.logits_processor_counts)
         swap_warning = memory.check_swap_space(config.swap_space, facts.host_memory)
-        if swap_warning:
-            logger.warning(swap_warning)
+        for warning in (swap_warning, attention_notice(given, source.config, facts)):
+            if warning:
+                logger.warning(warning)
         self._tokenizer = _load_tokenizer(tokenizer, source)
         self._choices = TokenChoices(self._tokenizer, source.config)
         weights = load_weights(source, config.dtype, config.quantization, seed=config.seed)

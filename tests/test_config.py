@@ -4,7 +4,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from jaxpaged.config import DeviceFacts, EngineConfig, ModelConfig, RopeScaling, resolve
+from jaxpaged.config import DeviceFacts, EngineConfig, ModelConfig, RopeScaling, attention_notice, resolve
 
 MODEL = ModelConfig(
     vocab_size=100,
@@ -31,7 +31,7 @@ CPU = DeviceFacts(
 )
 TPU = replace(CPU, platform="tpu", kind="TPU v5e", has_native_bf16=True)
 AMPERE = replace(CPU, platform="gpu", has_native_bf16=True)
-TURING = replace(CPU, platform="gpu", has_native_bf16=False)
+TURING = replace(CPU, platform="gpu", kind="Tesla T4", has_native_bf16=False)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ TURING = replace(CPU, platform="gpu", has_native_bf16=False)
         ("swap_space", float("nan"), "GiB, 0 or more"),
         ("swap_space", None, "must be a number"),
         ("enable_prefix_caching", 1, "True or False"),
-        ("attention_backend", "flash", "'auto', 'xla', 'pallas_tpu'"),
+        ("attention_backend", "flash", "'auto', 'xla', 'pallas_tpu', 'pallas_gpu'"),
         ("load_format", "pt", "'safetensors', 'gguf', 'orbax', 'dummy'"),
         ("quantization", "int4", "None, 'int8'"),
         ("max_logprobs", -2, "must be -1 or more"),
@@ -77,7 +77,6 @@ def test_a_wrong_setting_is_refused_by_name_with_its_value_and_what_is_legal(nam
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("attention_backend", "pallas_gpu"),
         ("attention_backend", "mosaic_gpu"),
         ("kv_cache_dtype", "fp8"),
         ("native_kernels", True),
@@ -186,7 +185,27 @@ def test_auto_takes_the_tpu_kernel_on_a_tpu_where_the_model_fills_its_lanes():
     assert on_tpu().attention_backend == "pallas_tpu"
     assert on_tpu(replace(FOR_TPU, head_dim=48)).attention_backend == "xla"
     assert on_tpu(attention_backend="xla").attention_backend == "xla"
-    assert resolve(EngineConfig(), FOR_TPU, AMPERE).attention_backend == "xla"
+
+
+def test_auto_takes_the_gpu_kernel_on_a_gpu_that_has_it():
+    on = {device: resolve(EngineConfig(), MODEL, device) for device in (AMPERE, TURING)}
+    assert (on[AMPERE].attention_backend, on[AMPERE].block_size) == ("pallas_gpu", 16)
+    assert (on[TURING].attention_backend, on[TURING].dtype) == ("xla", "float16")
+    assert resolve(EngineConfig(attention_backend="xla"), MODEL, AMPERE).attention_backend == "xla"
+    assert resolve(EngineConfig(), replace(MODEL, head_dim=258), AMPERE).attention_backend == "xla"
+
+
+def test_a_device_whose_kernel_is_not_taken_says_why():
+    for model, device, reason in [
+        (MODEL, TURING, "Tesla T4 is older than compute capability 8.0"),
+        (replace(MODEL, head_dim=258), AMPERE, "head_dim=258 is above 256"),
+        (replace(FOR_TPU, head_dim=48), TPU, "2 × 48 is no multiple of 64"),
+    ]:
+        notice = attention_notice(EngineConfig(), model, device)
+        assert notice is not None and "takes 'xla'" in notice and notice.endswith(reason)
+        assert attention_notice(EngineConfig(attention_backend="xla"), model, device) is None
+    for model, device in [(MODEL, AMPERE), (FOR_TPU, TPU), (MODEL, CPU)]:
+        assert attention_notice(EngineConfig(), model, device) is None
 
 
 @pytest.mark.parametrize(
@@ -224,3 +243,17 @@ def test_what_the_tpu_kernel_cannot_do_is_refused_before_anything_is_loaded(sett
 def test_the_tpu_kernel_is_refused_elsewhere():
     with pytest.raises(ValueError, match=r"needs a TPU, but this is a CPU \(cpu\); use 'auto'"):
         resolve(EngineConfig(attention_backend="pallas_tpu"), FOR_TPU, CPU)
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "reason"),
+    [
+        (MODEL, CPU, r"this is a CPU \(cpu\)"),
+        (FOR_TPU, TPU, r"this is TPU v5e \(tpu\)"),
+        (MODEL, TURING, "Tesla T4 is older than compute capability 8.0"),
+        (replace(MODEL, head_dim=258), AMPERE, "head_dim=258 is above 256"),
+    ],
+)
+def test_the_gpu_kernel_is_refused_where_it_cannot_be_used(model, device, reason):
+    with pytest.raises(ValueError, match=f"compute capability 8.0 or newer.*, but {reason}; use 'auto'"):
+        resolve(EngineConfig(attention_backend="pallas_gpu"), model, device)

@@ -83,7 +83,7 @@ def paged_attention(
     )  # fmt: skip
 
     group, width = n // k, pl.next_power_of_2(h)
-    num_rows = num_rows or _choose_rows(t, b, group, width, q_tnh.dtype, is_decode)
+    num_rows = num_rows or _choose_rows(t, b, group, width, q_tnh.dtype, kv.k.dtype, is_decode)
     chunk = chunk or _choose_chunk(width, q_tnh.dtype)
     if is_decode:
         token_b = jnp.arange(b)
@@ -103,7 +103,7 @@ def paged_attention(
     outs = triton.call(
         kernel, plan_4i, page_table_bp, scale_2k, q_tnh, kv.k, kv.v,
         grid=(plan_4i.shape[1], k, num_splits), out_shape=out_shape,
-        num_warps=8 if num_rows >= 128 else 4, num_stages=2 if num_rows >= 128 else 3,
+        **_launch_sizes(num_rows, width, q_tnh.dtype, kv.k.dtype),
     )  # fmt: skip
     return (_merge_splits(*outs, q_tnh.dtype) if num_splits > 1 else outs[0]), kv
 
@@ -117,10 +117,10 @@ def _check_offsets(kv: HeadMajorKV):
         )
 
 
-def _choose_rows(t: int, b: int, group: int, width: int, dtype, is_decode: bool) -> int:
+def _choose_rows(t: int, b: int, group: int, width: int, dtype, kv_dtype, is_decode: bool) -> int:
     """Rows of a tile: for prompts many, so that K and V are read seldom, but no more than twice what a request has on
-    average."""
-    longest = (32 if dtype == jnp.float32 else 128) if width <= 128 else (16 if dtype == jnp.float32 else 64)
+    average, and no more than registers hold."""
+    longest = _FEWEST_ROWS if dtype == jnp.float32 else 128 if width <= 128 and kv_dtype.itemsize > 1 else 64
     wanted = group if is_decode else min(longest, 2 * (t // b) * group)
     return max(_FEWEST_ROWS, pl.next_power_of_2(max(wanted, group)))
 
@@ -128,6 +128,14 @@ def _choose_rows(t: int, b: int, group: int, width: int, dtype, is_decode: bool)
 def _choose_chunk(width: int, dtype) -> int:
     """Tokens of a chunk: K and V of one head take 32 KiB, times the stages of the loop."""
     return max(16, min(64, _CHUNK_BYTES // (2 * width * jnp.dtype(dtype).itemsize)))
+
+
+def _launch_sizes(num_rows: int, width: int, dtype, kv_dtype) -> dict[str, int]:
+    """Warps and loop stages with which ptxas keeps everything in registers. Products in float32 are made there, and
+    its conversions from 8 bits must not be for several rounds of the loop at once."""
+    is_large, is_float32 = num_rows * width > 4096, dtype == jnp.float32
+    num_stages = 1 if is_float32 and kv_dtype.itemsize == 1 else 2 if is_large else 3
+    return {"num_warps": 8 if is_large or is_float32 else 4, "num_stages": num_stages}
 
 
 def _choose_splits(num_programs: int, most_chunks: int) -> int:
@@ -180,8 +188,8 @@ def paged_attention_kernel(
     def attend(j, carry):
         max_r, sum_r, acc_rh = carry
         position_c = j * chunk + lax.iota(jnp.int32, chunk)
-        k_ch, v_ch = _gather(table_bp, (k_pksh, v_pksh), request, head, position_c, num_keys, d_h)
-        score_rc = dot(q_rh, k_ch.astype(q_rh.dtype), (((1,), (1,)), ((), ()))) * k_scale
+        k_ch, v_ch = _gather(table_bp, (k_pksh, v_pksh), request, head, position_c, num_keys, d_h, q_rh.dtype)
+        score_rc = dot(q_rh, k_ch, (((1,), (1,)), ((), ()))) * k_scale
         if soft_cap is not None:
             score_rc = (soft_cap * _LOG2_E) * jnp.tanh(score_rc / soft_cap)
         distance_rc = position_r1 - position_c[None, :]
@@ -191,7 +199,7 @@ def paged_attention_kernel(
         score_rc = jnp.where(visible_rc, score_rc, _MASKED)
         new_max_r = jnp.maximum(max_r, score_rc.max(1))
         weight_rc, decay_r = jnp.exp2(score_rc - new_max_r[:, None]), jnp.exp2(max_r - new_max_r)
-        value_rh = dot(weight_rc.astype(q_rh.dtype), v_ch.astype(q_rh.dtype), (((1,), (0,)), ((), ())))
+        value_rh = dot(weight_rc.astype(q_rh.dtype), v_ch, (((1,), (0,)), ((), ())))
         return new_max_r, sum_r * decay_r + weight_rc.sum(1), acc_rh * decay_r[:, None] + value_rh
 
     first = 0
@@ -212,15 +220,15 @@ def paged_attention_kernel(
         triton.store(lse_ref[0], (split, token_r, n_r), lse_r, token_r < stop)
 
 
-def _gather(table_bp, pools, request, head, position_c, num_keys, d_h) -> list[jax.Array]:
-    """K and V at these positions of a request, each [c, h]; 0 behind its last key, where stale slots may hold NaN."""
+def _gather(table_bp, pools, request, head, position_c, num_keys, d_h, dtype) -> list[jax.Array]:
+    """K and V at these positions of a request, each [c, h] in `dtype`; 0 behind its last key, where stale slots may hold NaN."""
     block_size, h = pools[0].shape[2:]
     is_key_c = position_c < num_keys
     block_c = triton.load(table_bp, (request, lax.div(position_c, block_size)), is_key_c)
     slot_c = lax.rem(position_c, block_size)
     mask_ch = is_key_c[:, None] & (d_h < h)[None, :]
     place_ch = (block_c[:, None], head, slot_c[:, None], d_h[None, :])
-    return [triton.load(pool, place_ch, mask_ch) for pool in pools]
+    return [triton.load(pool, place_ch, mask_ch, dtype) for pool in pools]
 
 
 def _merge_splits(part_xtnh: jax.Array, lse_xtn: jax.Array, dtype) -> jax.Array:

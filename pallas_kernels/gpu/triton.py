@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
@@ -22,9 +23,14 @@ def call(kernel: Callable, *arguments: jax.Array, grid: tuple[int, ...], out_sha
     return pl.pallas_call(kernel, grid=grid, out_shape=out_shape, compiler_params=params)(*arguments)
 
 
-def load(ref: Any, indices: tuple, mask: jax.Array) -> jax.Array:
-    """Elements at broadcast indices, one for each axis of the array; 0 where masked."""
-    return triton.load(ref.at[_broadcast(indices, mask.shape)], mask=mask, other=0)
+def load(ref: Any, indices: tuple, mask: jax.Array, dtype: Any = None) -> jax.Array:
+    """Elements at broadcast indices, one for each axis of the array, as `dtype`; 0 where masked."""
+    dtype, view = dtype or ref.dtype, ref.at[_broadcast(indices, mask.shape)]
+    if jnp.issubdtype(ref.dtype, jnp.floating) and ref.dtype.itemsize == 1:
+        # There are no constants of 8-bit floats, so that the zeros come after the conversion.
+        value = triton.load(view, mask=mask).astype(dtype)
+        return jnp.where(mask, value, jnp.zeros_like(value))
+    return triton.load(view, mask=mask, other=0).astype(dtype)
 
 
 def store(ref: Any, indices: tuple, value: jax.Array, mask: jax.Array):
@@ -34,4 +40,4 @@ def store(ref: Any, indices: tuple, value: jax.Array, mask: jax.Array):
 
 def _broadcast(indices: tuple, shape: tuple[int, ...]) -> tuple:
     """Scalars stay scalars; arrays must agree in shape for Pallas."""
-    return tuple(jax.numpy.broadcast_to(i, shape) if getattr(i, "ndim", 0) else i for i in indices)
+    return tuple(jnp.broadcast_to(i, shape) if getattr(i, "ndim", 0) else i for i in indices)
