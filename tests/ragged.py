@@ -2,7 +2,13 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels import reference
+
+SCALE = 0.3
+TOLERANCE = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 2e-2}
 
 
 @dataclasses.dataclass
@@ -55,3 +61,31 @@ def make_batch(
         page_table_bp=page_table_bp,
         num_requests=num_requests,
     )
+
+
+def check_kernel(batch, attend, pack, unpack, *, dtype="float32", kv_dtype=None, k_scale_k=None, v_scale_k=None, **options):
+    """Output and pool of `attend` are the oracle's, on the same rounded values; `pack` and `unpack` are its layout's."""
+    kv_dtype = np.dtype(jnp.dtype(kv_dtype or dtype))
+    pools = [np.nan_to_num(x) if kv_dtype.kind == "i" else x for x in batch.kv]
+    pools = [reference.stored(x, kv_dtype) for x in pools]
+    new = [jnp.asarray(x, dtype) for x in (batch.q_tnh, batch.k_tkh, batch.v_tkh)]
+    scales = {} if k_scale_k is None else {"k_scale_k": jnp.asarray(k_scale_k), "v_scale_k": jnp.asarray(v_scale_k)}
+    out_tnh, kv = attend(*new, pack(*pools), *batch.arguments(), scale=SCALE, **scales, **options)
+    masks = {name: options[name] for name in ("sliding_window", "soft_cap") if name in options}
+    rounded = [np.asarray(x.astype(jnp.float32)) for x in new]
+    expected_tnh, expected_kv = reference.paged_attention(
+        *rounded, pools, *batch.arguments(), scale=SCALE, k_scale_k=k_scale_k, v_scale_k=v_scale_k, **masks
+    )
+    error = np.abs(np.asarray(out_tnh, np.float32) - expected_tnh).max()
+    assert error <= TOLERANCE[dtype] * np.abs(expected_tnh).max()
+    for actual, expected in zip(unpack(kv), expected_kv, strict=True):
+        np.testing.assert_array_equal(actual.astype(np.float32), expected.astype(np.float32))
+
+
+def scales_of(kv_dtype: str | None, num_kv_heads: int) -> dict:
+    """Scales of K and V in 8 bits, powers of two that differ from head to head; none for other dtypes."""
+    if kv_dtype is None:
+        return {}
+    step = 2.0**-5 if kv_dtype == "int8" else 2.0**-3
+    k_scale_k = np.float32(step) * 2.0 ** np.arange(num_kv_heads, dtype=np.float32)
+    return {"k_scale_k": k_scale_k, "v_scale_k": k_scale_k[::-1] * 2}
