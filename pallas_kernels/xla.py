@@ -55,7 +55,8 @@ def paged_attention(
     is_there_b = (jnp.arange(query_len_b.shape[0]) < num_requests) & (context_len_b > 0)
     query_len_b = jnp.where(is_there_b, query_len_b, 0)
     request_t = jnp.arange(q_tnh.shape[0]) if is_decode else request_of_token(query_start_b1, q_tnh.shape[0])
-    kv = write(kv, k_tkh, v_tkh, request_t, query_start_b1, query_len_b, context_len_b, page_table_bp)
+    slots = slot_of_token(request_t, query_start_b1, query_len_b, context_len_b, page_table_bp, kv)
+    kv = write(kv, k_tkh, v_tkh, *slots)
     attend = functools.partial(_attend, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
     if is_decode:
         live_len_b = jnp.where(query_len_b == 1, context_len_b, 0)
@@ -83,23 +84,26 @@ def request_of_token(query_start_b1: jax.Array, num_tokens: int) -> jax.Array:
     return jnp.minimum(request_t.astype(jnp.int32), query_start_b1.shape[0] - 2)
 
 
-def write(
-    kv: HeadMajorKV, k_tkh, v_tkh, request_t, query_start_b1, query_len_b, context_len_b, page_table_bp,
-    *, k_scale_k=None, v_scale_k=None,
-) -> HeadMajorKV:  # fmt: skip
-    """The pool with K and V of the new tokens in their slots; padded tokens are dropped.
-
-    In place where the pool is donated: one scatter each for K and V, on CPUs and GPUs.
-    """
+def slot_of_token(request_t, query_start_b1, query_len_b, context_len_b, page_table_bp, kv: HeadMajorKV):
+    """(block_t, offset_t): where K and V of each new token go; for padded tokens a block behind the last."""
     num_blocks, block_size = kv.k.shape[0], kv.k.shape[2]
-    offset_t = jnp.arange(k_tkh.shape[0]) - query_start_b1[request_t]
+    offset_t = jnp.arange(request_t.shape[0]) - query_start_b1[request_t]
     position_t = context_len_b[request_t] - query_len_b[request_t] + offset_t
     block_t = page_table_bp[request_t, position_t // block_size]
     block_t = jnp.where((offset_t >= 0) & (offset_t < query_len_b[request_t]), block_t, num_blocks)
-    slot_t = position_t % block_size
+    return block_t, position_t % block_size
+
+
+def write(
+    kv: HeadMajorKV, k_tkh, v_tkh, block_t, offset_t, *, k_scale_k=None, v_scale_k=None
+) -> HeadMajorKV:
+    """The pool with K and V of the new tokens in their slots; those of blocks that are not there are dropped.
+
+    In place where the pool is donated: one scatter each for K and V, on CPUs and GPUs.
+    """
 
     def put(pool, x_tkh, scale_k):
-        return pool.at[block_t, :, slot_t].set(stored(x_tkh, scale_k, pool.dtype), mode="drop")
+        return pool.at[block_t, :, offset_t].set(stored(x_tkh, scale_k, pool.dtype), mode="drop")
 
     return HeadMajorKV(put(kv.k, k_tkh, k_scale_k), put(kv.v, v_tkh, v_scale_k))
 

@@ -78,6 +78,10 @@ MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_TOKENS = 2048, 64, 512
 class Target:
     """A kind of TPU, as libtpu describes it, and the mesh of its chips that programs are compiled for."""
 
+    backend, dtype, custom_call = "pallas_tpu", "bfloat16", "tpu_custom_call"
+    pool_axis = 2
+    """Of a layer's pool, the one that is split over devices."""
+
     def __init__(self, name: str, num_devices: int = 1):
         devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices[:num_devices]
         self.num_devices = len(devices)
@@ -137,10 +141,10 @@ def compile_step(target: Target, model: ModelConfig, kind: str, num_layers: int,
     """The facts of a whole step: "decode" (8 tokens of each request in one call), "prefill", or the "draw" after it."""
     model = replace(model, num_layers=num_layers or model.num_layers)
     config = EngineConfig(
-        dtype="bfloat16", block_size=16, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=MAX_TOKENS, attention_backend="pallas_tpu", num_device_blocks=num_blocks,
+        dtype=target.dtype, block_size=16, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_TOKENS, attention_backend=target.backend, num_device_blocks=num_blocks,
     )  # fmt: skip
-    specs = param_specs(model, "bfloat16")
+    specs = param_specs(model, target.dtype)
     axis = "tensor" if target.num_devices > 1 else None
     split = {"qkv", "heads", "gate_up", "mlp", "vocab"}
 
@@ -151,7 +155,7 @@ def compile_step(target: Target, model: ModelConfig, kind: str, num_layers: int,
     compiler = StepCompiler(config, model, make_buckets(config), num_blocks)
     compiler._weights = map_specs(weight, specs)
     compiler._state = target.placed(compiler._state)
-    compiler._kv = target.placed(compiler._kv, PartitionSpec(None, None, axis))
+    compiler._kv = target.placed(compiler._kv, PartitionSpec(*[None] * target.pool_axis, axis))
     b = MAX_NUM_SEQS
     shape = PrefillShape(MAX_TOKENS, b) if kind == "prefill" else DrawShape(kind == "decode", b, 20)
     pools = jax.tree.leaves(compiler._kv)
@@ -159,7 +163,7 @@ def compile_step(target: Target, model: ModelConfig, kind: str, num_layers: int,
     facts = compiled_facts(target, lambda: compiler.lower(shape), big)
     pool_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in pools) // target.num_devices
     donated_bytes = {"decode": pool_bytes + compiler.state_bytes, "prefill": pool_bytes, "draw": compiler.state_bytes}
-    return facts | {"donated_bytes": donated_bytes[kind], "layer_pool_bytes": pool_bytes // len(pools)}
+    return facts | {"donated_bytes": donated_bytes[kind], "layer_pool_bytes": pool_bytes // len(compiler._kv)}
 
 
 def compiled_facts(target: Target, lower: Callable, big_shapes: list[tuple[int, ...]]) -> dict:
@@ -176,7 +180,7 @@ def compiled_facts(target: Target, lower: Callable, big_shapes: list[tuple[int, 
         "seconds": round(time.perf_counter() - start, 1),
         "alias_bytes": analysis.alias_size_in_bytes,
         "temp_bytes": analysis.temp_size_in_bytes,
-        "kernels": hlo.count("tpu_custom_call"),
+        "kernels": hlo.count(target.custom_call),
         "copies": copies_in(hlo, big_shapes),
     }
 

@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.gpu import triton
 from pallas_kernels.gpu.layout import HeadMajorKV
-from pallas_kernels.xla import request_of_token, write
+from pallas_kernels.xla import request_of_token, slot_of_token, write
 
 _MASKED = -1e30
 _LOG2_E = math.log2(math.e)
@@ -77,10 +77,9 @@ def paged_attention(
     live_len_b = jnp.where(is_there_b, context_len_b, 0)
     request_t = jnp.arange(t) if is_decode else request_of_token(query_start_b1, t)
     written_len_b = jnp.where(is_there_b, query_len_b, 0)
-    kv = write(
-        kv, k_tkh, v_tkh, request_t, query_start_b1, written_len_b, context_len_b, page_table_bp,
-        k_scale_k=k_scale_k, v_scale_k=v_scale_k,
-    )  # fmt: skip
+    slots = slot_of_token(request_t, query_start_b1, written_len_b, context_len_b, page_table_bp, kv)
+    # Else each of the scatters computes them again, for each element that it writes.
+    kv = write(kv, k_tkh, v_tkh, *lax.optimization_barrier(slots), k_scale_k=k_scale_k, v_scale_k=v_scale_k)
 
     group, width = n // k, pl.next_power_of_2(h)
     num_rows = num_rows or _choose_rows(t, b, group, width, q_tnh.dtype, kv.k.dtype, is_decode)
