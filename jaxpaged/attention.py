@@ -40,7 +40,7 @@ def paged_attention(
             attend = functools.partial(gpu.paged_attention, scale=scale, is_decode=is_decode)
             attend = _over_kv_heads(attend, PartitionSpec(None, "tensor"))
         case _:
-            raise ValueError(f"attention_backend={backend!r} is not known; there are 'xla', 'pallas_tpu' and 'pallas_gpu'")
+            raise ValueError(f"attention_backend={backend!r} is not known: xla, pallas_tpu or pallas_gpu")
     return attend(q_tnh, k_tkh, v_tkh, kv, query_start_b1, context_len_b, page_table_bp, num_requests)
 
 

@@ -140,7 +140,8 @@ class EngineConfig:
     """Reuse K and V of prompts that begin alike."""
     attention_backend: str = "auto"
     """xla, pallas_tpu or pallas_gpu; auto: pallas_tpu on a TPU, for models that it can be used for (num_kv_heads ×
-    head_dim a multiple of 64), pallas_gpu on a GPU of compute capability 8.0 or newer (head_dim up to 256), else xla."""
+    head_dim a multiple of 64), pallas_gpu on a GPU of compute capability 8.0 or newer (head_dim up to 256); else xla,
+    and a line that says why."""
     load_format: str = "auto"
     """auto, safetensors, gguf, orbax, or dummy: random weights of the right shapes."""
     kv_cache_dtype: str = "auto"

@@ -94,9 +94,7 @@ def slot_of_token(request_t, query_start_b1, query_len_b, context_len_b, page_ta
     return block_t, position_t % block_size
 
 
-def write(
-    kv: HeadMajorKV, k_tkh, v_tkh, block_t, offset_t, *, k_scale_k=None, v_scale_k=None
-) -> HeadMajorKV:
+def write(kv: HeadMajorKV, k_tkh, v_tkh, block_t, offset_t, *, k_scale_k=None, v_scale_k=None) -> HeadMajorKV:
     """The pool with K and V of the new tokens in their slots; those of blocks that are not there are dropped.
 
     In place where the pool is donated: one scatter each for K and V, on CPUs and GPUs.

@@ -6,7 +6,7 @@
 Targets: t4, a100, l4, h100, h200, b200. Nothing is run.
 `--kernels`: attention alone; `once`: each value of each axis at least once, `pairs`: each pair of values of two axes.
 `--steps LAYERS`: whole decode and prefill steps of the models at their full widths with so many layers (0: all of
-them); `--models` names some. `--blocks` is the size of their pools.
+them); `--models` and `--kinds` name some. `--blocks` are the sizes of their pools.
 A t4 is older than the kernels: its steps take the XLA form, in float16.
 
 A line has what `compile_for_tpu.py` says of a program, and for each Pallas kernel what ptxas says of it: `registers`
@@ -19,26 +19,41 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-_DUMP = tempfile.TemporaryDirectory(prefix="jaxpaged-ptx-")
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 --xla_dump_to={_DUMP.name} --xla_dump_emitter_re=ptx"
+os.environ["XLA_FLAGS"] = (
+    f"--xla_gpu_autotune_level=0 --xla_dump_emitter_re=ptx --xla_dump_to={tempfile.mkdtemp(prefix='jaxpaged-ptx-')}"
+)
 
 import jax
 import jax.numpy as jnp
+from compile_for_tpu import KINDS, MODELS, compile_step, compiled_facts
+from covering import covering
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, SingleDeviceSharding
 
-from compile_for_tpu import MODELS, compile_step, compiled_facts, covering
+from jaxpaged.runner import compiler_options
 from pallas_kernels.gpu.layout import HeadMajorKV
 from pallas_kernels.gpu.paged_attention import merge_splits_kernel, paged_attention, paged_attention_kernel
+
+DUMPS = Path(os.environ["XLA_FLAGS"].partition("--xla_dump_to=")[2])
+"""Where XLA leaves the PTX of what it compiles, of each kernel in a file."""
+
+SHAPES = {
+    "decode of 64": (64, 64),
+    "decode of 2": (2, 2),
+    "prefill of 512×32": (512, 32),
+    "prefill of 2048×8": (2048, 8),
+}
+"""Tokens and requests of a step."""
 
 AXES = {
     "heads": [(32, 8), (32, 4), (8, 1), (16, 16), (9, 3)],
@@ -47,9 +62,9 @@ AXES = {
     "dtype": ["bfloat16", "float16", "float32"],
     "kv_dtype": ["as dtype", "int8", "float8_e4m3fn"],
     "mask": ["causal", "window", "soft cap", "window and soft cap"],
-    "shape": ["decode of 64", "decode of 2", "prefill of 512×32", "prefill of 2048×8"],
+    "shape": list(SHAPES),
 }
-"""What the kernels are compiled for. `heads`: query and KV heads; `shape`: tokens and requests of a step."""
+"""What the kernels are compiled for. `heads`: query and KV heads."""
 
 KERNELS = (paged_attention_kernel.__name__, merge_splits_kernel.__name__)
 
@@ -113,6 +128,7 @@ class Target:
         topology = topologies.get_topology_desc(
             platform="cuda", topology_name="", target_config=target_config(gpu), topology="1x1x1"
         )
+        self._options = compiler_options(topology.devices[0])
         self._sharding = SingleDeviceSharding(topology.devices[0])
         device = AbstractDevice(device_kind=gpu.name, num_cores=None, platform="gpu")
         self._abstract = AbstractMesh((1,), ("tensor",), (AxisType.Auto,), abstract_device=device)
@@ -126,17 +142,17 @@ class Target:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), tree)
 
     def compile(self, lower: Callable):
-        """What `lower()` gives, compiled, traced as on the target."""
-        for file in Path(_DUMP.name).iterdir():
+        """What `lower()` gives, compiled with the engine's options, traced as on the target."""
+        for file in DUMPS.iterdir():
             file.unlink()
         with jax.sharding.use_abstract_mesh(self._abstract):
-            return lower().compile()
+            return lower().compile(self._options)
 
 
 def kernel_facts() -> dict:
     """What ptxas says of the Pallas kernels in the program compiled last: the most of each kernel's instances."""
     facts: dict = {}
-    for file in Path(_DUMP.name).glob("*.ptx"):
+    for file in DUMPS.glob("*.ptx"):
         source = file.read_text()
         if not any(f".entry {kernel}" in source for kernel in KERNELS):
             continue
@@ -162,19 +178,17 @@ def ptxas() -> str:
     return str(folder)
 
 
-def kernel_cases(target: Target, which: str) -> Iterator[dict]:
-    """Cases of attention, with int8 instead of fp8 K and V before compute capability 8.9, which does not know it."""
-    for case in covering(AXES, 1 if which == "once" else 2):
-        kv_dtype = case["dtype"] if case["kv_dtype"] == "as dtype" else case["kv_dtype"]
-        if kv_dtype == "float8_e4m3fn" and target.compute_capability < (8, 9):
-            kv_dtype = "int8"
-        yield case | {"kv_dtype": kv_dtype}
+def kernel_cases(target: Target, which: str) -> list[dict]:
+    """Cases of attention, without fp8 K and V before compute capability 8.9, which does not know them."""
+    has_fp8 = target.compute_capability >= (8, 9)
+    cases = covering(AXES, 1 if which == "once" else 2, lambda case: has_fp8 or case.get("kv_dtype") != "float8_e4m3fn")
+    return [case | ({"kv_dtype": case["dtype"]} if case["kv_dtype"] == "as dtype" else {}) for case in cases]
 
 
 def compile_kernel(target: Target, case: dict) -> dict:
     """The facts of one case of attention."""
     (n, k), h, s = case["heads"], case["head_dim"], case["block_size"]
-    t, b = {"decode of 64": (64, 64), "decode of 2": (2, 2), "prefill of 512×32": (512, 32)}.get(case["shape"], (2048, 8))
+    t, b = SHAPES[case["shape"]]
     dtype, kv_dtype = jnp.dtype(case["dtype"]), jnp.dtype(case["kv_dtype"])
     options = {"is_decode": t == b, "scale": h**-0.5}
     options |= {"sliding_window": 300} if "window" in case["mask"] else {}
@@ -199,6 +213,7 @@ def main() -> int:
     parser.add_argument("--kernels", choices=("once", "pairs"))
     parser.add_argument("--steps", type=int, metavar="LAYERS")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
     parser.add_argument("--blocks", type=int, nargs="*", default=[4000])
     args = parser.parse_args()
     target, results = Target(args.target), []
@@ -215,9 +230,10 @@ def main() -> int:
         for case in kernel_cases(target, args.kernels):
             report(case, compile_kernel(target, case))
     if args.steps is not None:
-        for name, kind, num_blocks in itertools.product(args.models, ("decode", "prefill"), args.blocks):
+        for name, kind, num_blocks in itertools.product(args.models, args.kinds, args.blocks):
             case = {"model": name, "step": kind, "layers": args.steps or MODELS[name].num_layers, "blocks": num_blocks}
             report(case, compile_step(target, MODELS[name], kind, args.steps, num_blocks) | kernel_facts())
+    shutil.rmtree(DUMPS)
     print(json.dumps({"compiled": results.count("compiled"), "refused": results.count("refused"), "skipped": 0}))
     return 0 if "refused" not in results else 1
 

@@ -63,8 +63,10 @@ def make_batch(
     )
 
 
-def check_kernel(batch, attend, pack, unpack, *, dtype="float32", kv_dtype=None, k_scale_k=None, v_scale_k=None, **options):
-    """Output and pool of `attend` are the oracle's, on the same rounded values; `pack` and `unpack` are its layout's."""
+def check_kernel(
+    batch, attend, pack, unpack, *, dtype="float32", kv_dtype=None, k_scale_k=None, v_scale_k=None, **options
+):
+    """Output and pool of `attend` are the oracle's, on the same rounded values; `pack`, `unpack`: its layout's."""
     kv_dtype = np.dtype(jnp.dtype(kv_dtype or dtype))
     pools = [np.nan_to_num(x) if kv_dtype.kind == "i" else x for x in batch.kv]
     pools = [reference.stored(x, kv_dtype) for x in pools]

@@ -4,18 +4,13 @@ By default one target and few programs; with `--every-mode` all targets, pairs o
 `-m tpu_compile`, a missing libtpu is a failure; else these tests are skipped then.
 """
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from compiled_programs import ROOT, compiled, need
 
 pytestmark = pytest.mark.tpu_compile
 
-ROOT = Path(__file__).parent.parent
+SCRIPT = ("scripts/compile_for_tpu.py",)
 QUICK, ALL = ["v5e:2x2"], ["v5e:2x2", "v6e:2x2", "v5p:2x2x1", "tpu7x:2x2x1"]
 NUM_BLOCKS = (15000, 60000)
 
@@ -32,33 +27,12 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def libtpu(request):
-    if importlib.util.find_spec("libtpu") is None:
-        reason = "libtpu is not installed (pip install .[tpu], Python 3.12 or newer)"
-        (pytest.fail if "tpu_compile" in request.config.option.markexpr else pytest.skip)(reason)
-
-
-def compiled(target: str, *arguments: str, program: tuple[str, ...] = ("scripts/compile_for_tpu.py",)) -> list[dict]:
-    """The lines of scripts/compile_for_tpu.py, in a process of its own: a compiler's failed check ends the process.
-
-    All programs are compiled, and none is skipped.
-    """
-    command = [sys.executable, *program, target, *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "scripts")))
-    process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    lines = [json.loads(line) for line in process.stdout.splitlines()]
-    assert lines, process.stderr[-2000:]
-    *cases, counts = lines
-    print(target, *arguments, counts)
-    assert [case for case in cases if case["result"] != "compiled"] == []
-    assert process.returncode == 0, process.stderr[-2000:]
-    assert counts == {"compiled": len(cases), "refused": 0, "skipped": 0} and cases
-    return cases
+    need("libtpu", "tpu_compile", "pip install .[tpu], Python 3.12 or newer", request.config)
 
 
 def test_the_kernel_compiles_for_all_kinds_of_heads_blocks_dtypes_and_masks_in_place(target, request):
     which = "pairs" if request.config.getoption("every_mode") else "once"
-    for case in compiled(target, "--kernels", which):
+    for case in compiled(SCRIPT, target, "--kernels", which):
         assert case["alias_bytes"] == case["donated_bytes"], case
         assert case["copies"] == [] and case["kernels"] == (1 if case["shape"].startswith("decode") else 2), case
 
@@ -73,7 +47,7 @@ def test_whole_steps_update_the_pool_in_place_and_copy_neither_it_nor_weights(ta
     is padded on a TPU. Temporaries do not grow with it. They are what XLA does not keep in VMEM: for v5e the same, for
     the others a choice of activations that it makes anew for each program, which may be 1 % of the pool's growth."""
     models = [] if request.config.getoption("every_mode") else ["--models", "TinyLlama-1.1B"]
-    cases = compiled(target, "--steps", "2", "--blocks", *map(str, NUM_BLOCKS), *models)
+    cases = compiled(SCRIPT, target, "--steps", "2", "--blocks", *map(str, NUM_BLOCKS), *models)
     num_kernels = {"decode": 2, "prefill": 4, "draw": 0}
     for small, large in zip(cases[::2], cases[1::2], strict=True):
         assert small["step"] == large["step"] and (small["blocks"], large["blocks"]) == NUM_BLOCKS
@@ -91,7 +65,7 @@ def test_whole_steps_update_the_pool_in_place_and_copy_neither_it_nor_weights(ta
 def test_a_copy_planted_in_a_whole_step_is_noticed(fault, target, step):
     """Of the pool; and of weights, as XLA makes it for a TPU 7x of its own accord, unless it is told not to."""
     options = ("--steps", "2", "--models", "TinyLlama-1.1B", "--kinds", step, "--blocks", str(NUM_BLOCKS[0]))
-    (case,) = compiled(target, *options, program=("tests/compile_with_planted_copy.py", fault))
+    (case,) = compiled(("tests/compile_with_planted_copy.py", fault), target, *options)
     assert not is_in_place(case), case
 
 

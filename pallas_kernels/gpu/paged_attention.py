@@ -92,19 +92,27 @@ def paged_attention(
         plan_4i, num_splits = _plan_tiles(query_start_b1, live_len_b, num_requests, t, num_rows // group), 1
     ones_k = jnp.ones(k, jnp.float32)
     k_scale_k, v_scale_k = (ones_k if scale_k is None else scale_k for scale_k in (k_scale_k, v_scale_k))
-    scale_2k = jnp.stack([k_scale_k * scale, v_scale_k])
-    kernel = functools.partial(
-        paged_attention_kernel, num_rows=num_rows, chunk=chunk, sliding_window=sliding_window, soft_cap=soft_cap
-    )
-    out_shape: list = [jax.ShapeDtypeStruct(q_tnh.shape, q_tnh.dtype)]
-    if num_splits > 1:
-        out_shape = [jax.ShapeDtypeStruct((num_splits, t, n, *rest), jnp.float32) for rest in ((h,), ())]
-    outs = triton.call(
-        kernel, plan_4i, page_table_bp, scale_2k, q_tnh, kv.k, kv.v,
-        grid=(plan_4i.shape[1], k, num_splits), out_shape=out_shape,
-        **_launch_sizes(num_rows, width, q_tnh.dtype, kv.k.dtype),
+    out_tnh = _attend(
+        plan_4i, page_table_bp, jnp.stack([k_scale_k * scale, v_scale_k]), q_tnh, kv, num_splits,
+        num_rows=num_rows, chunk=chunk, sliding_window=sliding_window, soft_cap=soft_cap,
     )  # fmt: skip
-    return (_merge_splits(*outs, q_tnh.dtype) if num_splits > 1 else outs[0]), kv
+    return out_tnh, kv
+
+
+def _attend(plan_4i, page_table_bp, scale_2k, q_tnh, kv: HeadMajorKV, num_splits: int, **static) -> jax.Array:
+    """The kernel over all tiles, KV heads and splits, and what the splits give together [t, n, h]."""
+    (t, n, h), num_kv_heads = q_tnh.shape, kv.k.shape[1]
+    out = jax.ShapeDtypeStruct(q_tnh.shape, q_tnh.dtype)
+    parts = [jax.ShapeDtypeStruct((num_splits, t, n, *rest), jnp.float32) for rest in ((h,), ())]
+    outs = triton.call(
+        functools.partial(paged_attention_kernel, **static),
+        plan_4i, page_table_bp, scale_2k, q_tnh, kv.k, kv.v,
+        grid=(plan_4i.shape[1], num_kv_heads, num_splits), out_shape=[out] if num_splits == 1 else parts,
+        **_launch_sizes(static["num_rows"], pl.next_power_of_2(h), q_tnh.dtype, kv.k.dtype),
+    )  # fmt: skip
+    if num_splits == 1:
+        return outs[0]
+    return triton.call(merge_splits_kernel, *outs, grid=(t, n), out_shape=out, num_warps=4)
 
 
 def _check_offsets(kv: HeadMajorKV):
@@ -220,7 +228,7 @@ def paged_attention_kernel(
 
 
 def _gather(table_bp, pools, request, head, position_c, num_keys, d_h, dtype) -> list[jax.Array]:
-    """K and V at these positions of a request, each [c, h] in `dtype`; 0 behind its last key, where stale slots may hold NaN."""
+    """K and V at these positions of a request, each [c, h] in `dtype`; 0 behind its last key, where NaN may be."""
     block_size, h = pools[0].shape[2:]
     is_key_c = position_c < num_keys
     block_c = triton.load(table_bp, (request, lax.div(position_c, block_size)), is_key_c)
@@ -230,15 +238,9 @@ def _gather(table_bp, pools, request, head, position_c, num_keys, d_h, dtype) ->
     return [triton.load(pool, place_ch, mask_ch, dtype) for pool in pools]
 
 
-def _merge_splits(part_xtnh: jax.Array, lse_xtn: jax.Array, dtype) -> jax.Array:
-    """The output over all keys from those over each split's own, and the log2 of their sums of weights."""
-    t, n, h = part_xtnh.shape[1:]
-    out_shape = jax.ShapeDtypeStruct((t, n, h), dtype)
-    return triton.call(merge_splits_kernel, part_xtnh, lse_xtn, grid=(t, n), out_shape=out_shape, num_warps=4)
-
-
 def merge_splits_kernel(part_xtnh, lse_xtn, out_tnh):
-    """One token's output for one query head."""
+    """One token's output for one query head over all keys, from those over each split's own keys and the log2 of the
+    sums of their weights."""
     t, n = pl.program_id(0), pl.program_id(1)
     num_splits, _, _, h = part_xtnh.shape
     x, d_h = lax.iota(jnp.int32, num_splits), lax.iota(jnp.int32, pl.next_power_of_2(h))

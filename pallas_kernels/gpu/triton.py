@@ -14,7 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 
-def call(kernel: Callable, *arguments: jax.Array, grid: tuple[int, ...], out_shape: Any, num_warps: int, num_stages=1):
+def call(
+    kernel: Callable, *arguments: jax.Array, grid: tuple[int, ...], out_shape: Any, num_warps: int, num_stages: int = 1
+) -> Any:
     """What the kernel writes, one program for each point of the grid, all arrays at hand whole in each of them.
 
     `num_warps`: of 32 threads, for a program; `num_stages`: rounds of a loop whose loads are under way at once.

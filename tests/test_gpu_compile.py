@@ -1,0 +1,74 @@
+"""Compiled for NVIDIA GPUs, without one: kernels and whole steps, updated in place, with nothing big copied.
+
+By default few programs; with `--every-mode` pairs of axis values and all models, for all targets. Chosen by
+`-m gpu_compile`, a missing compiler is a failure; else these tests are skipped then.
+"""
+
+import pytest
+
+from compiled_programs import ROOT, compiled, need
+
+pytestmark = pytest.mark.gpu_compile
+
+SCRIPT = ("scripts/compile_for_gpu.py",)
+KERNEL_TARGETS = ["a100", "l4", "h200", "b200"]
+"""Compute capabilities 8.0, 8.9, 9.0 and 10.0."""
+QUICK_STEPS, ALL_STEPS = ["h200"], ["t4", *KERNEL_TARGETS]
+NUM_BLOCKS = (15000, 60000)
+MOST_SPILLED = 64
+"""Bytes of a thread that may leave the registers in prompts, and in float32, which is for comparisons."""
+
+
+def pytest_generate_tests(metafunc):
+    if "step_target" in metafunc.fixturenames:
+        metafunc.parametrize("step_target", ALL_STEPS if metafunc.config.getoption("every_mode") else QUICK_STEPS)
+
+
+@pytest.fixture(autouse=True)
+def cuda_compiler(request):
+    how = "pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12, Python 3.12 or newer"
+    for package in ("jax_cuda12_plugin", "jax_plugins.xla_cuda12"):
+        need(package, "gpu_compile", how, request.config)
+
+
+@pytest.mark.parametrize("target", KERNEL_TARGETS)
+def test_the_kernel_compiles_for_all_kinds_of_heads_blocks_dtypes_and_masks_in_place(target, request):
+    """In registers, with the products that the target has for 16 bits."""
+    which = "pairs" if request.config.getoption("every_mode") else "once"
+    for case in compiled(SCRIPT, target, "--kernels", which):
+        assert case["alias_bytes"] == case["donated_bytes"] and case["copies"] == [], case
+        is_split = "merge_splits_kernel" in case["ptxas"]
+        is_decode, is_float32 = case["shape"].startswith("decode"), case["dtype"] == "float32"
+        assert case["kernels"] == 1 + is_split and (is_decode or not is_split), case
+        assert is_split or case["shape"] != "decode of 2", case
+        attention = case["ptxas"]["paged_attention_kernel"]
+        assert attention["spilled_bytes"] <= (0 if is_decode and not is_float32 else MOST_SPILLED), case
+        assert not is_split or case["ptxas"]["merge_splits_kernel"]["spilled_bytes"] == 0, case
+        products = {"mma.sync", "wgmma", "tcgen05.mma"} & set(attention["instructions"])
+        assert bool(products) is not is_float32, case
+
+
+def test_whole_steps_update_the_pool_in_place_and_copy_neither_it_nor_weights(step_target, request):
+    """On a GPU too old for the kernels in the XLA form."""
+    models = [] if request.config.getoption("every_mode") else ["--models", "TinyLlama-1.1B"]
+    cases = compiled(SCRIPT, step_target, "--steps", "2", "--blocks", *map(str, NUM_BLOCKS), *models)
+    for small, large in zip(cases[::2], cases[1::2], strict=True):
+        assert small["step"] == large["step"] and (small["blocks"], large["blocks"]) == NUM_BLOCKS
+        assert small["temp_bytes"] == large["temp_bytes"]
+        for case in (small, large):
+            assert case["alias_bytes"] == case["donated_bytes"], case
+            assert case["temp_bytes"] < case["layer_pool_bytes"] and case["copies"] == [], case
+            assert all(kernel["spilled_bytes"] == 0 for kernel in case["ptxas"].values()), case
+            has_kernels = step_target != "t4" and case["step"] != "draw"
+            assert ("paged_attention_kernel" in case["ptxas"]) == has_kernels, case
+            assert case["kernels"] == 2 * len(case["ptxas"]), case
+
+
+def test_a_copy_inside_of_what_xla_makes_of_it_is_noticed(monkeypatch):
+    """On a GPU an operation may stand in a computation of its own."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    from compile_for_tpu import copies_in
+
+    copy = "  ROOT %transpose.1 = bf16[16,64]{1,0} transpose(%p), dimensions={1,0}"
+    for computation in ("fused_transpose", "wrapped_transpose_computation"):
+        assert copies_in(f"%{computation} (p: bf16[64,16]) -> bf16[16,64] {{\n{copy}\n}}", [(64, 16)]) == [copy.strip()]
