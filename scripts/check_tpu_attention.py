@@ -11,6 +11,7 @@ all are equal.
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -25,15 +26,13 @@ os.environ.setdefault("NPROC", str(max(2, len(os.sched_getaffinity(0)) if hasatt
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from covering import Case, covering
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import reference
+import ragged
 from pallas_kernels.tpu.layout import pack, rows_per_tile, unpack
 from pallas_kernels.tpu.paged_attention import paged_attention
-from ragged import Batch, make_batch
+from ragged import TOLERANCE, Batch, make_batch, scales_of
 
 AXES = {
     "heads": [(8, 4), (4, 1), (3, 3), (9, 3)],
@@ -45,9 +44,6 @@ AXES = {
     "shape": ["mixed", "decode"],
 }
 """`heads`: query and KV heads; `shape`: prompt chunks and decodes together, or decodes alone."""
-
-TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
-SCALE = 0.3
 
 STATIC = ("scale", "sliding_window", "soft_cap", "is_decode", "tile", "chunk")
 attend = jax.jit(paged_attention, static_argnames=STATIC)
@@ -71,10 +67,7 @@ def error_in(case: Case, seed: int) -> float:
     options |= {"sliding_window": 40} if "window" in case["mask"] else {}
     options |= {"soft_cap": 1.5} if "soft cap" in case["mask"] else {}
     if case["kv_dtype"] != "as dtype":
-        # Powers of two, so that dividing by them rounds nowhere; they differ from head to head.
-        step = 2.0**-5 if case["kv_dtype"] == "int8" else 2.0**-3
-        k_scale_k = np.float32(step) * 2.0 ** np.arange(k, dtype=np.float32)
-        options |= {"kv_dtype": case["kv_dtype"], "k_scale_k": k_scale_k, "v_scale_k": k_scale_k[::-1] * 2}
+        options |= {"kv_dtype": case["kv_dtype"], **scales_of(case["kv_dtype"], k)}
     lengths = [(100, 1), (0, 1), (37, 1), (140, 1)] if is_decode else [(100, 1), (0, 70), (37, 5), (140, 18)]
     batch = make_batch(
         lengths, block_size=case["block_size"], num_heads=n, num_kv_heads=k, head_dim=case["head_dim"],
@@ -83,29 +76,10 @@ def error_in(case: Case, seed: int) -> float:
     return compare(batch, dtype=case["dtype"], **options)
 
 
-def compare(
-    batch: Batch, *, dtype="float32", kv_dtype=None, k_scale_k=None, v_scale_k=None, function=attend, **options
-) -> float:
-    """The largest difference of the outputs ÷ the oracle's largest output.
-
-    AssertionError where that is beyond the dtype's tolerance, or the pool is not the oracle's.
-    """
-    stored_dtype = np.dtype(jnp.dtype(kv_dtype or dtype))
-    pools = [np.nan_to_num(x) if stored_dtype.kind == "i" else x for x in batch.kv]
-    pools = [reference.stored(x, stored_dtype) for x in pools]
-    new = [jnp.asarray(x, dtype) for x in (batch.q_tnh, batch.k_tkh, batch.v_tkh)]
-    scales = {} if k_scale_k is None else {"k_scale_k": jnp.asarray(k_scale_k), "v_scale_k": jnp.asarray(v_scale_k)}
-    out_tnh, kv = function(*new, pack(*pools), *batch.arguments(), scale=SCALE, **scales, **options)
-    masks = {name: options[name] for name in ("sliding_window", "soft_cap") if name in options}
-    rounded = [np.asarray(x.astype(jnp.float32)) for x in new]
-    expected_tnh, expected_kv = reference.paged_attention(
-        *rounded, pools, *batch.arguments(), scale=SCALE, k_scale_k=k_scale_k, v_scale_k=v_scale_k, **masks
-    )
-    for actual, expected in zip(unpack(kv, batch.k_tkh.shape[1]), expected_kv, strict=True):
-        np.testing.assert_array_equal(actual.astype(np.float32), expected.astype(np.float32))
-    error = float(np.abs(np.asarray(out_tnh, np.float32) - expected_tnh).max() / np.abs(expected_tnh).max())
-    assert error <= TOLERANCE[dtype], f"outputs differ by {error:.1e} of the largest, more than {TOLERANCE[dtype]}"
-    return error
+def compare(batch: Batch, *, function=attend, **options) -> float:
+    """See `ragged.compare`."""
+    num_kv_heads = batch.k_tkh.shape[1]
+    return ragged.compare(batch, function, pack, functools.partial(unpack, num_kv_heads=num_kv_heads), **options)
 
 
 def line_of(case: Case, seed: int) -> dict:

@@ -1,28 +1,35 @@
-"""scripts/compile_for_tpu.py with a fault, which the first argument names.
+"""scripts/compile_for_tpu.py or compile_for_gpu.py, as the first argument says, with a fault, which the second names.
 
 pool: the decoder reads the old pool after writing the new one, so that it must be copied. weights: XLA is not told to
 leave weights as they are on a TPU 7x.
 """
 
+import importlib
 import sys
 
-import compile_for_tpu
-import jax.numpy as jnp
 
-from jaxpaged.models import decoder
+def read_the_old_pool():
+    # Not before the script, which says in the environment what JAX is to be.
+    import jax
+    import jax.numpy as jnp
 
-forward = decoder.forward
+    from jaxpaged.models import decoder
+
+    forward = decoder.forward
+
+    def forward_with_copy(config, weights, tokens, kv, **options):
+        hidden_td, new_kv = forward(config, weights, tokens, kv, **options)
+        pairs = zip(jax.tree.leaves(new_kv), jax.tree.leaves(kv), strict=True)
+        changed = jnp.max(jnp.stack([jnp.max(jnp.abs(new - old)) for new, old in pairs]))
+        return jnp.where(changed > 1e30, jnp.zeros_like(hidden_td), hidden_td), new_kv
+
+    decoder.forward = forward_with_copy
 
 
-def forward_with_copy(config, weights, tokens, kv, **options):
-    hidden_td, new_kv = forward(config, weights, tokens, kv, **options)
-    changed = jnp.max(jnp.stack([jnp.max(jnp.abs(new - old)) for new, old in zip(new_kv, kv, strict=True)]))
-    return jnp.where(changed > 1e30, jnp.zeros_like(hidden_td), hidden_td), new_kv
-
-
+script = importlib.import_module(sys.argv.pop(1))
 match sys.argv.pop(1):
     case "pool":
-        decoder.forward = forward_with_copy
+        read_the_old_pool()
     case "weights":
-        compile_for_tpu.compiler_options = lambda device: None
-sys.exit(compile_for_tpu.main())
+        script.compiler_options = lambda device: None
+sys.exit(script.main())

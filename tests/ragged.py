@@ -63,13 +63,17 @@ def make_batch(
     )
 
 
-def check_kernel(
-    batch, attend, pack, unpack, *, dtype="float32", kv_dtype=None, k_scale_k=None, v_scale_k=None, **options
-):
-    """Output and pool of `attend` are the oracle's, on the same rounded values; `pack`, `unpack`: its layout's."""
-    kv_dtype = np.dtype(jnp.dtype(kv_dtype or dtype))
-    pools = [np.nan_to_num(x) if kv_dtype.kind == "i" else x for x in batch.kv]
-    pools = [reference.stored(x, kv_dtype) for x in pools]
+def compare(
+    batch: Batch, attend, pack, unpack, *, dtype="float32", kv_dtype=None, k_scale_k=None, v_scale_k=None, **options
+) -> float:
+    """The largest difference of the outputs of `attend` from the oracle's, on the same rounded values, ÷ the oracle's
+    largest output; `pack` and `unpack` are its layout's.
+
+    AssertionError where that is beyond the dtype's tolerance, or the pool is not the oracle's.
+    """
+    stored_dtype = np.dtype(jnp.dtype(kv_dtype or dtype))
+    pools = [np.nan_to_num(x) if stored_dtype.kind == "i" else x for x in batch.kv]
+    pools = [reference.stored(x, stored_dtype) for x in pools]
     new = [jnp.asarray(x, dtype) for x in (batch.q_tnh, batch.k_tkh, batch.v_tkh)]
     scales = {} if k_scale_k is None else {"k_scale_k": jnp.asarray(k_scale_k), "v_scale_k": jnp.asarray(v_scale_k)}
     out_tnh, kv = attend(*new, pack(*pools), *batch.arguments(), scale=SCALE, **scales, **options)
@@ -78,14 +82,16 @@ def check_kernel(
     expected_tnh, expected_kv = reference.paged_attention(
         *rounded, pools, *batch.arguments(), scale=SCALE, k_scale_k=k_scale_k, v_scale_k=v_scale_k, **masks
     )
-    error = np.abs(np.asarray(out_tnh, np.float32) - expected_tnh).max()
-    assert error <= TOLERANCE[dtype] * np.abs(expected_tnh).max()
     for actual, expected in zip(unpack(kv), expected_kv, strict=True):
         np.testing.assert_array_equal(actual.astype(np.float32), expected.astype(np.float32))
+    error = float(np.abs(np.asarray(out_tnh, np.float32) - expected_tnh).max() / np.abs(expected_tnh).max())
+    assert error <= TOLERANCE[dtype], f"outputs differ by {error:.1e} of the largest, more than {TOLERANCE[dtype]}"
+    return error
 
 
 def scales_of(kv_dtype: str | None, num_kv_heads: int) -> dict:
-    """Scales of K and V in 8 bits, powers of two that differ from head to head; none for other dtypes."""
+    """Scales of K and V in 8 bits, none for others. Powers of two, so that dividing by them rounds nowhere;
+    they differ from head to head."""
     if kv_dtype is None:
         return {}
     step = 2.0**-5 if kv_dtype == "int8" else 2.0**-3

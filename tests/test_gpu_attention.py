@@ -21,7 +21,7 @@ from pallas_kernels import reference
 from pallas_kernels.gpu import paged_attention as kernel
 from pallas_kernels.gpu import triton
 from pallas_kernels.gpu.layout import pack, unpack
-from ragged import SCALE, check_kernel, make_batch, scales_of
+from ragged import SCALE, compare, make_batch, scales_of
 
 pytestmark = pytest.mark.interpret
 
@@ -35,7 +35,7 @@ def interpreted(monkeypatch):
 
 
 def check(batch, **options):
-    check_kernel(batch, attend, pack, unpack, **options)
+    compare(batch, attend, pack, unpack, **options)
 
 
 EDGES = [0, 1, 14, 15, 16, 17, 30, 31, 32, 33, 47, 63, 64, 65, 95, 96, 128]

@@ -6,7 +6,7 @@ By default few programs; with `--every-mode` pairs of axis values and all models
 
 import pytest
 
-from compiled_programs import ROOT, compiled, need
+from compiled_programs import compiled, need
 
 pytestmark = pytest.mark.gpu_compile
 
@@ -50,25 +50,27 @@ def test_the_kernel_compiles_for_all_kinds_of_heads_blocks_dtypes_and_masks_in_p
 
 def test_whole_steps_update_the_pool_in_place_and_copy_neither_it_nor_weights(step_target, request):
     """On a GPU too old for the kernels in the XLA form."""
-    models = [] if request.config.getoption("every_mode") else ["--models", "TinyLlama-1.1B"]
-    cases = compiled(SCRIPT, step_target, "--steps", "2", "--blocks", *map(str, NUM_BLOCKS), *models)
+    is_full = request.config.getoption("every_mode")
+    few = [] if is_full else ["--models", "TinyLlama-1.1B", "--kinds", "decode", "prefill"]
+    cases = compiled(SCRIPT, step_target, "--steps", "2", "--blocks", *map(str, NUM_BLOCKS), *few)
     for small, large in zip(cases[::2], cases[1::2], strict=True):
         assert small["step"] == large["step"] and (small["blocks"], large["blocks"]) == NUM_BLOCKS
         assert small["temp_bytes"] == large["temp_bytes"]
         for case in (small, large):
             assert case["alias_bytes"] == case["donated_bytes"], case
-            assert case["temp_bytes"] < case["layer_pool_bytes"] and case["copies"] == [], case
+            assert is_in_place(case), case
             assert all(kernel["spilled_bytes"] == 0 for kernel in case["ptxas"].values()), case
             has_kernels = step_target != "t4" and case["step"] != "draw"
             assert ("paged_attention_kernel" in case["ptxas"]) == has_kernels, case
             assert case["kernels"] == 2 * len(case["ptxas"]), case
 
 
-def test_a_copy_inside_of_what_xla_makes_of_it_is_noticed(monkeypatch):
-    """On a GPU an operation may stand in a computation of its own."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from compile_for_tpu import copies_in
+def is_in_place(case: dict) -> bool:
+    """Whether a step's temporaries hold no layer of the pool, and nothing of a pool's or a weight's shape is copied."""
+    return case["temp_bytes"] < case["layer_pool_bytes"] and case["copies"] == []
 
-    copy = "  ROOT %transpose.1 = bf16[16,64]{1,0} transpose(%p), dimensions={1,0}"
-    for computation in ("fused_transpose", "wrapped_transpose_computation"):
-        assert copies_in(f"%{computation} (p: bf16[64,16]) -> bf16[16,64] {{\n{copy}\n}}", [(64, 16)]) == [copy.strip()]
+
+def test_a_copy_planted_in_a_whole_step_is_noticed():
+    options = ("--steps", "2", "--models", "TinyLlama-1.1B", "--kinds", "prefill", "--blocks", str(NUM_BLOCKS[0]))
+    (case,) = compiled(("tests/compile_with_planted_copy.py", "compile_for_gpu", "pool"), "h200", *options)
+    assert not is_in_place(case), case

@@ -65,7 +65,7 @@ def test_whole_steps_update_the_pool_in_place_and_copy_neither_it_nor_weights(ta
 def test_a_copy_planted_in_a_whole_step_is_noticed(fault, target, step):
     """Of the pool; and of weights, as XLA makes it for a TPU 7x of its own accord, unless it is told not to."""
     options = ("--steps", "2", "--models", "TinyLlama-1.1B", "--kinds", step, "--blocks", str(NUM_BLOCKS[0]))
-    (case,) = compiled(("tests/compile_with_planted_copy.py", fault), target, *options)
+    (case,) = compiled(("tests/compile_with_planted_copy.py", "compile_for_tpu", fault), target, *options)
     assert not is_in_place(case), case
 
 
