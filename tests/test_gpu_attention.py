@@ -167,17 +167,26 @@ def test_a_pool_whose_offsets_would_overflow_is_refused():
         kernel._check_offsets(shapes(2**17 + 1, np.int8))
 
 
-def test_the_engine_on_the_interpreted_kernel_yields_the_same_tokens(monkeypatch):
+@pytest.fixture
+def model_of_one_layer(tmp_path, monkeypatch):
+    """The small model with a layer less: interpreted kernels take XLA long to compile."""
+    monkeypatch.setattr(tiny, "CONFIG", dataclasses.replace(tiny.CONFIG, num_layers=1))
+    monkeypatch.setitem(tiny.HF_CONFIG, "num_hidden_layers", 1)
+    monkeypatch.setattr(tiny, "tensors", tiny.tensors.__wrapped__)
+    return str(tiny.write_model(tmp_path / "model"))
+
+
+def test_the_engine_on_the_interpreted_kernel_yields_the_same_tokens(model_of_one_layer, monkeypatch):
     """With a prefix found again, a request preempted, and several decode steps in a call."""
     prompts = [p[:n] for p, n in zip(tiny.prompts(3, least=40, most=40, seed=4), (20, 12, 5), strict=True)]
     prompts.append(prompts[0] + prompts[1])
     params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=2)
     settings = {"max_num_seqs": 2, "num_device_blocks": 4, "block_size": 16, "max_model_len": 64, "dtype": "float32"}
     settings |= {"max_num_batched_tokens": 16, "num_decode_steps": 2}
-    expected = same_tokens.run(prompts, params, **settings)
+    expected = same_tokens.run(prompts, params, engine=Engine(model_of_one_layer, **settings), **settings)
     facts = dataclasses.replace(runner.device_facts(), platform="gpu", has_native_bf16=True)
     monkeypatch.setattr(engine, "device_facts", lambda: facts)
-    on_kernel = Engine(tiny.model_directory(), warmup="lazy", **settings)
+    on_kernel = Engine(model_of_one_layer, warmup="lazy", **settings)
     assert on_kernel.config.attention_backend == "pallas_gpu"
     actual = same_tokens.run(prompts, params, engine=on_kernel, **settings)
     assert actual.stats["num_preemptions"] > 0 and actual.stats["num_prefix_hit_tokens"] > 0

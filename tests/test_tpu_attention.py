@@ -25,10 +25,10 @@ from jaxpaged import Engine, SamplingParams, engine, runner
 from pallas_kernels import reference
 from pallas_kernels.tpu import paged_attention as kernel
 from pallas_kernels.tpu.layout import pack, unpack
-from ragged import make_batch
+from ragged import SCALE, make_batch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-from check_tpu_attention import SCALE, STATIC, attend, cases, compare, error_in
+from check_tpu_attention import STATIC, attend, cases, compare, error_in
 
 pytestmark = pytest.mark.interpret
 
