@@ -14,14 +14,18 @@ SCRIPT = ("scripts/compile_for_gpu.py",)
 KERNEL_TARGETS = ["a100", "l4", "h200", "b200"]
 """Compute capabilities 8.0, 8.9, 9.0 and 10.0."""
 QUICK_STEPS, ALL_STEPS = ["h200"], ["t4", *KERNEL_TARGETS]
+QUICK_KERNELS = ["a100", "h200"]
 NUM_BLOCKS = (15000, 60000)
 MOST_SPILLED = 64
 """Bytes of a thread that may leave the registers in prompts, and in float32, which is for comparisons."""
 
 
 def pytest_generate_tests(metafunc):
+    is_full = metafunc.config.getoption("every_mode")
+    if "kernel_target" in metafunc.fixturenames:
+        metafunc.parametrize("kernel_target", KERNEL_TARGETS if is_full else QUICK_KERNELS)
     if "step_target" in metafunc.fixturenames:
-        metafunc.parametrize("step_target", ALL_STEPS if metafunc.config.getoption("every_mode") else QUICK_STEPS)
+        metafunc.parametrize("step_target", ALL_STEPS if is_full else QUICK_STEPS)
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +35,10 @@ def cuda_compiler(request):
         need(package, "gpu_compile", how, request.config)
 
 
-@pytest.mark.parametrize("target", KERNEL_TARGETS)
-def test_the_kernel_compiles_for_all_kinds_of_heads_blocks_dtypes_and_masks_in_place(target, request):
+def test_the_kernel_compiles_for_all_kinds_of_heads_blocks_dtypes_and_masks_in_place(kernel_target, request):
     """In registers, with the products that the target has for 16 bits."""
     which = "pairs" if request.config.getoption("every_mode") else "once"
-    for case in compiled(SCRIPT, target, "--kernels", which):
+    for case in compiled(SCRIPT, kernel_target, "--kernels", which):
         assert case["alias_bytes"] == case["donated_bytes"] and case["copies"] == [], case
         is_split = "merge_splits_kernel" in case["ptxas"]
         is_decode, is_float32 = case["shape"].startswith("decode"), case["dtype"] == "float32"

@@ -228,8 +228,15 @@ def without_preemption():
     return [outputs[i] for i in range(NUM_PROMPTS)]
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def pytest_generate_tests(metafunc):
+    """Each value once, or each pair of them."""
+    if "caching" in metafunc.fixturenames:
+        pairs = [("swap", True), ("recompute", False)]
+        if metafunc.config.getoption("every_mode"):
+            pairs += [("swap", False), ("recompute", True)]
+        metafunc.parametrize(("mode", "caching"), pairs)
+
+
 def test_500_requests_in_a_pool_of_5_percent_of_what_they_want_yield_the_same_tokens(mode, caching):
     prompts, params = many()
     settings = SMALL | {"num_device_blocks": num_blocks_wanted() // 20}
