@@ -78,17 +78,21 @@ def each_alone():
     return run(PROMPTS, SEEDED, **settings).outputs
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_num_batched_tokens": 7, "block_size": 8, "order": [3, 6, 0, 7, 1, 5, 2, 4]},
-        {"num_device_blocks": 18, "block_size": 4, "max_model_len": 72, "num_decode_steps": 8},
-    ],
-    ids=["chunks in another order", "preemptions"],
-)
-def test_draws_with_counts_and_masks_are_the_same_alone_and_in_any_batch(each_alone, settings):
-    result = run(PROMPTS, SEEDED, max_num_seqs=4, **{"num_device_blocks": 128} | settings)
-    if settings.get("num_device_blocks") == 18:
+BATCHES = {
+    "preemptions": {"num_device_blocks": 18, "block_size": 4, "max_model_len": 72, "num_decode_steps": 8},
+    "chunks in another order": {"max_num_batched_tokens": 7, "block_size": 8, "order": [3, 6, 0, 7, 1, 5, 2, 4]},
+}
+
+
+def pytest_generate_tests(metafunc):
+    if "batch_settings" in metafunc.fixturenames:
+        names = list(BATCHES) if metafunc.config.getoption("every_mode") else ["preemptions"]
+        metafunc.parametrize("batch_settings", [BATCHES[name] for name in names], ids=names)
+
+
+def test_draws_with_counts_and_masks_are_the_same_alone_and_in_any_batch(each_alone, batch_settings):
+    result = run(PROMPTS, SEEDED, max_num_seqs=4, **{"num_device_blocks": 128} | batch_settings)
+    if batch_settings.get("num_device_blocks") == 18:
         assert result.stats["num_preemptions"] >= 4
         assert max(output.metrics.num_preemptions for output in result.outputs) >= 2
     assert_same(result.outputs, each_alone)
