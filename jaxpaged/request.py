@@ -185,8 +185,6 @@ class Request:
             max_tokens=self.max_tokens,
             seed=self.seed,
             eos_token_ids=self.eos_token_ids,
-            bad_words=self.bad_words,
-            child=self.child,
             is_steered=self.is_steered,
             candidates=self.candidates,
             logprobs=list(self.logprobs),

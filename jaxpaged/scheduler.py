@@ -255,7 +255,8 @@ class Scheduler:
     def _schedule_tokens(self, plan: _Plan, request: Request):
         """Gives a running request as many of its tokens as budget and blocks allow."""
         num_tokens = min(request.num_tokens_to_compute, plan.budget)
-        has_costly_targets = _has_targets(request) and _is_costly(request.num_prompt_logprobs)
+        has_targets = _has_targets(request)
+        has_costly_targets = has_targets and _is_costly(request.num_prompt_logprobs)
         if has_costly_targets:
             num_tokens = min(num_tokens, plan.costly_budget)
         if num_tokens == 0:
@@ -282,7 +283,7 @@ class Scheduler:
             is_prefill=start < request.num_prompt_tokens,
             num_logprobs=request.params.logprobs if num_draws else None,
             is_adjusted=self._is_adjusted(request),
-            prompt_target_ids=tuple(request.prompt_token_ids[start + 1 : stop + 1]) if _has_targets(request) else (),
+            prompt_target_ids=tuple(request.prompt_token_ids[start + 1 : stop + 1]) if has_targets else (),
             num_prompt_logprobs=request.num_prompt_logprobs or 0,
             is_structured=request.grammar is not None,
         )

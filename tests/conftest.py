@@ -5,6 +5,7 @@ optimize: compiling is most of what the tests do, and the matrix products are li
 """
 
 import os
+import signal
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -17,6 +18,9 @@ import jax
 import pytest
 
 from jaxpaged import runner
+
+# A shell ignores interrupts for what it starts in the background, and every process started from there inherits that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -11,6 +11,7 @@ from typing import Any
 
 import tiny
 from jaxpaged import Engine, RequestOutput, SamplingParams
+from jaxpaged.runner import device_facts
 
 NEAR_TIE = 1e-4
 LOGPROB_TOLERANCE = 1e-4
@@ -113,3 +114,27 @@ def alone(kind: str) -> list[RequestOutput]:
         num_device_blocks=64,
         num_decode_steps=1,
     ).outputs
+
+
+def check_kernel_in_engine(directory, backend: str, facts: dict, monkeypatch, interpret=lambda run: run()):
+    """The engine on a kernel for a device that is not there yields the tokens of the XLA form.
+
+    With a prefix found again, a request preempted, and several decode steps in a call. `facts`: those of the device;
+    `interpret` calls what runs on the kernel.
+    """
+    prompts = [p[:n] for p, n in zip(tiny.prompts(3, least=40, most=40, seed=4), (20, 12, 5), strict=True)]
+    prompts.append(prompts[0] + prompts[1])
+    params = replace(GREEDY, max_tokens=14)
+    settings = {"max_num_seqs": 2, "num_device_blocks": 4, "block_size": 16, "max_model_len": 64, "dtype": "float32"}
+    settings |= {"max_num_batched_tokens": 16, "num_decode_steps": 2, "warmup": "lazy"}
+
+    def run_on(backend: str) -> Run:
+        engine = Engine(directory, **settings)
+        assert engine.config.attention_backend == backend
+        return run(prompts, params, engine=engine, **settings)
+
+    expected, real_facts = run_on("xla"), device_facts()
+    monkeypatch.setattr("jaxpaged.engine.device_facts", lambda: replace(real_facts, **facts))
+    actual = interpret(functools.partial(run_on, backend))
+    assert actual.stats["num_preemptions"] > 0 and actual.stats["num_prefix_hit_tokens"] > 0
+    assert_same(actual.outputs, expected.outputs)

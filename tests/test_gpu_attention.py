@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import same_tokens
 import tiny
-from jaxpaged import Engine, SamplingParams, engine, runner
 from pallas_kernels import reference
 from pallas_kernels.gpu import paged_attention as kernel
 from pallas_kernels.gpu import triton
@@ -177,20 +176,8 @@ def model_of_one_layer(tmp_path, monkeypatch):
 
 
 def test_the_engine_on_the_interpreted_kernel_yields_the_same_tokens(model_of_one_layer, monkeypatch):
-    """With a prefix found again, a request preempted, and several decode steps in a call."""
-    prompts = [p[:n] for p, n in zip(tiny.prompts(3, least=40, most=40, seed=4), (20, 12, 5), strict=True)]
-    prompts.append(prompts[0] + prompts[1])
-    params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=2)
-    settings = {"max_num_seqs": 2, "num_device_blocks": 4, "block_size": 16, "max_model_len": 64, "dtype": "float32"}
-    settings |= {"max_num_batched_tokens": 16, "num_decode_steps": 2}
-    expected = same_tokens.run(prompts, params, engine=Engine(model_of_one_layer, **settings), **settings)
-    facts = dataclasses.replace(runner.device_facts(), platform="gpu", has_native_bf16=True)
-    monkeypatch.setattr(engine, "device_facts", lambda: facts)
-    on_kernel = Engine(model_of_one_layer, warmup="lazy", **settings)
-    assert on_kernel.config.attention_backend == "pallas_gpu"
-    actual = same_tokens.run(prompts, params, engine=on_kernel, **settings)
-    assert actual.stats["num_preemptions"] > 0 and actual.stats["num_prefix_hit_tokens"] > 0
-    same_tokens.assert_same(actual.outputs, expected.outputs)
+    facts = {"platform": "gpu", "has_native_bf16": True}
+    same_tokens.check_kernel_in_engine(model_of_one_layer, "pallas_gpu", facts, monkeypatch)
 
 
 def test_a_shard_of_the_heads_gives_that_part_of_the_whole():

@@ -224,7 +224,7 @@ def test_decodes_without_structure_take_the_fused_step(engine, monkeypatch):
     assert output.outputs[0].token_ids == tiny.naive_greedy(PROMPTS[0], 9)
 
 
-def test_the_same_structure_is_compiled_once(engine, monkeypatch):
+def test_the_same_structure_is_compiled_once(monkeypatch):
     calls = []
     compile_new = GrammarCompiler._compile
     monkeypatch.setattr(GrammarCompiler, "_compile", lambda *a: calls.append(1) or compile_new(*a))

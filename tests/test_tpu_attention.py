@@ -21,7 +21,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 import same_tokens
 import tiny
-from jaxpaged import Engine, SamplingParams, engine, runner
 from pallas_kernels import reference
 from pallas_kernels.tpu import paged_attention as kernel
 from pallas_kernels.tpu.layout import pack, unpack
@@ -155,24 +154,13 @@ def model_that_fills_lanes(tmp_path, monkeypatch):
 
 
 def test_the_engine_on_the_interpreted_kernel_yields_the_same_tokens(model_that_fills_lanes, monkeypatch):
-    """With a prefix found again, a request preempted, and several decode steps in a call."""
-    prompts = [p[:n] for p, n in zip(tiny.prompts(3, least=40, most=40, seed=4), (20, 12, 5), strict=True)]
-    prompts.append(prompts[0] + prompts[1])
-    params = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=2)
-    settings = {"max_num_seqs": 2, "num_device_blocks": 4, "block_size": 16, "max_model_len": 64, "dtype": "float32"}
-    settings |= {"max_num_batched_tokens": 16, "num_decode_steps": 2}
+    def without_races(run):
+        result, has_races = interpreted(run)
+        assert not has_races
+        return result
 
-    def run():
-        return same_tokens.run(prompts, params, engine=Engine(model_that_fills_lanes, **settings), **settings)
-
-    expected = run()
-    facts = dataclasses.replace(runner.device_facts(), platform="tpu")
-    monkeypatch.setattr(engine, "device_facts", lambda: facts)
-    settings["warmup"] = "lazy"
-    actual, has_races = interpreted(run)
-    assert not has_races
-    assert actual.stats["num_preemptions"] > 0 and actual.stats["num_prefix_hit_tokens"] > 0
-    same_tokens.assert_same(actual.outputs, expected.outputs)
+    facts = {"platform": "tpu"}
+    same_tokens.check_kernel_in_engine(model_that_fills_lanes, "pallas_tpu", facts, monkeypatch, without_races)
 
 
 def test_a_shard_of_the_heads_and_lanes_gives_that_part_of_the_whole():
