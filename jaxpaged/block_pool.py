@@ -7,12 +7,13 @@ Every block is in exactly one state:
 Free and cached blocks wait in one queue. Blocks are taken from its head; free blocks enter at the head, cached ones
 at the tail, so that content that could still be hit is overwritten last, in the order in which it was given up.
 
-Preempted requests may keep their blocks in host memory, in a second pool: see `SwapSpace`.
+Preempted requests may keep their blocks in host memory, in a second pool, and what the index knows may stay there when
+its block is taken: see `SwapSpace`.
 """
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +32,8 @@ def block_digest(parent: bytes, token_ids: Sequence[int], context: bytes) -> byt
 class BlockPool:
     """The blocks 0 … num_blocks − 1. All operations cost O(blocks concerned).
 
-    `generations[block]` counts how often the block was allocated: what it holds stays until that changes.
+    `generations[block]` counts how often the block was allocated: what it holds stays until that changes. Before the
+    index forgets a block that is allocated, `evict` is told of it and its digest.
     """
 
     def __init__(self, num_blocks: int):
@@ -42,6 +44,7 @@ class BlockPool:
         self._digest_to_block: dict[bytes, int] = {}
         self._block_to_digest: dict[int, bytes] = {}
         self._num_cached = 0
+        self.evict: Callable[[int, bytes], None] | None = None
 
     @property
     def num_available(self) -> int:
@@ -123,10 +126,14 @@ class BlockPool:
         """Forgets all cached content. False, and nothing done, while any block is held."""
         if self.num_used:
             return False
+        self.forget_index()
+        return True
+
+    def forget_index(self):
+        """Forgets all content, also of blocks that are held."""
         self._digest_to_block.clear()
         self._block_to_digest.clear()
         self._num_cached = 0
-        return True
 
     def check(self, page_tables: Iterable[Sequence[int]]):
         """RuntimeError unless the books are right.
@@ -158,9 +165,11 @@ class BlockPool:
             raise RuntimeError("the prefix index and its inverse differ")
 
     def _forget(self, block_id: int):
-        digest = self._block_to_digest.pop(block_id, None)
+        digest = self._block_to_digest.get(block_id)
         if digest is not None:
-            del self._digest_to_block[digest]
+            if self.evict is not None:
+                self.evict(block_id, digest)
+            del self._block_to_digest[block_id], self._digest_to_block[digest]
             self._num_cached -= 1
 
 
@@ -179,6 +188,9 @@ class SwapSpace:
     Blocks keep their content until they are allocated again, on both sides. So a block that requests share goes to
     the host once; one that comes back and leaves again without a change needs no second copy; and one that nobody has
     overwritten on the device in the meantime need not come back.
+
+    With offloading, the host's pool has a prefix index, too: of blocks whose content was evicted from the device's.
+    Requests that are swapped out take room from them, never the other way round.
     """
 
     def __init__(self, device: BlockPool, num_blocks: int):
@@ -227,10 +239,23 @@ class SwapSpace:
                 self._pair(block_id, host_block_id, is_full=i < num_full)
         return block_ids, copies
 
-    def forget_twins(self):
+    def offload(self, block_id: int, digest: bytes) -> list[tuple[int, int]]:
+        """Copies to be made (device, host), so that the index of the host knows what is in a full block which is about
+        to be overwritten. None where the host holds it already, or has no room.
+        """
+        [known] = self.host.match([digest]) or [self._host_twin(block_id)]
+        held = _twins_or_new(self.host, [known], 1)
+        if held is None:
+            return []
+        self.host.index(held[0], digest)
+        self.host.free(held)  # will be overwritten last
+        return [(block_id, held[0])] if known is None else []
+
+    def forget(self):
         """After the device has lost its blocks, or copies to the host did not happen."""
         self._on_host.clear()
         self._on_device.clear()
+        self.host.forget_index()
 
     def _pair(self, block_id: int, host_block_id: int, *, is_full: bool):
         generations = self.device.generations[block_id], self.host.generations[host_block_id]

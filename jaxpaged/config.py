@@ -138,6 +138,8 @@ class EngineConfig:
     room; recompute: they are dropped and computed again; auto: what costs less time."""
     enable_prefix_caching: bool = True
     """Reuse K and V of prompts that begin alike."""
+    kv_offloading_size: float = 0
+    """Host memory for blocks that the prefix cache loses on the device, in GiB; they come back when they are hit."""
     attention_backend: str = "auto"
     """xla, pallas_tpu or pallas_gpu; auto: pallas_tpu on a TPU, for models that it can be used for (num_kv_heads ×
     head_dim a multiple of 64), pallas_gpu on a GPU of compute capability 8.0 or newer (head_dim up to 256); else xla,
@@ -168,6 +170,11 @@ class EngineConfig:
     native_kernels: str | bool = "auto"
     """auto: none yet."""
 
+    @property
+    def may_swap(self) -> bool:
+        """Whether a preempted request's blocks may go to the host."""
+        return self.preemption_mode != "recompute" and self.swap_space > 0
+
     def __post_init__(self):
         self._check_choices()
         for name in ("max_num_seqs", "max_num_batched_tokens"):
@@ -191,11 +198,17 @@ class EngineConfig:
                 f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]: "
                 "a fraction of the device's memory"
             )
-        _check_number("swap_space", self.swap_space)
+        for name in ("swap_space", "kv_offloading_size"):
+            _check_number(name, getattr(self, name))
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} must be a number of GiB, 0 or more")
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ValueError("preemption_mode='swap' needs host memory: raise swap_space, in GiB, above 0")
-        if not 0 <= self.swap_space < float("inf"):
-            raise ValueError(f"swap_space={self.swap_space} must be a number of GiB, 0 or more")
+        if self.kv_offloading_size and not self.enable_prefix_caching:
+            raise ValueError(
+                f"kv_offloading_size={self.kv_offloading_size} keeps what the prefix cache loses, but "
+                "enable_prefix_caching=False; turn it on, or give kv_offloading_size=0"
+            )
         if self.kv_cache_memory_bytes is not None and self.num_device_blocks is not None:
             raise ValueError(
                 f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} and num_device_blocks={self.num_device_blocks} "

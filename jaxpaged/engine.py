@@ -102,8 +102,8 @@ class Engine:
         self.model_config: ModelConfig = source.config
         config = resolve(given, source.config, facts)
         check_processors(config.logits_processors, source.config.vocab_size, has_counts=config.logits_processor_counts)
-        swap_warning = memory.check_swap_space(config.swap_space, facts.host_memory)
-        for warning in (swap_warning, attention_notice(given, source.config, facts)):
+        host_warning = memory.check_host_memory(config, facts.host_memory)
+        for warning in (host_warning, attention_notice(given, source.config, facts)):
             if warning:
                 logger.warning(warning)
         self._tokenizer = _load_tokenizer(tokenizer, source)
@@ -298,7 +298,9 @@ class Engine:
             "num_preemptions": scheduler.num_preemptions,
             "num_blocks_swapped_out": scheduler.num_swapped_out,
             "num_blocks_swapped_in": scheduler.num_swapped_in,
+            "num_blocks_offloaded": scheduler.num_offloaded,
             "host_blocks_used": scheduler.swap_space.host.num_used,
+            "host_blocks_cached": scheduler.swap_space.host.num_cached,
             "num_waiting": len(scheduler.waiting),
             "num_running": len(scheduler.running),
             "num_blocks": pool.num_blocks,
@@ -307,6 +309,7 @@ class Engine:
             "blocks_free": pool.num_blocks - pool.num_used - pool.num_cached,
             "prefix_hit_rate": scheduler.num_prefix_hits / max(scheduler.num_prefix_queries, 1),
             "num_prefix_hit_tokens": scheduler.num_prefix_hits,
+            "num_host_hit_tokens": scheduler.num_host_hits,
             "padding_waste": 1 - self._totals["num_scheduled_tokens"] / padded if padded else 0.0,
             "compiled_steps": [
                 {"shape": r.shape, "seconds": r.seconds, "temporaries": r.temporaries}

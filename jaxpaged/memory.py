@@ -47,12 +47,14 @@ def num_host_blocks(swap_space: float, bytes_per_block: int) -> int:
 
 def decide_num_host_blocks(engine: EngineConfig, model: ModelConfig) -> int:
     """Number of blocks of the host pool, from a resolved config: what swap_space holds, but no more than all requests
-    that can be under way have at their full length. None where preempted requests are always recomputed."""
+    that can be under way have at their full length, none where preempted requests are always recomputed; and what
+    kv_offloading_size holds."""
     assert isinstance(engine.block_size, int) and engine.max_model_len is not None
-    if not swap_sizes(engine):
-        return 0
-    most = engine.max_num_seqs * blocks_for(engine.max_model_len, engine.block_size)
-    return min(num_host_blocks(engine.swap_space, block_bytes(model, engine.block_size, engine.dtype)), most)
+    per_block = block_bytes(model, engine.block_size, engine.dtype)
+    most = engine.max_num_seqs * blocks_for(engine.max_model_len, engine.block_size) if engine.may_swap else 0
+    return min(num_host_blocks(engine.swap_space, per_block), most) + num_host_blocks(
+        engine.kv_offloading_size, per_block
+    )
 
 
 _SWAP_SIZES = (4, 32)
@@ -63,8 +65,8 @@ MOST_STAGED = 4
 
 
 def swap_sizes(engine: EngineConfig) -> tuple[int, ...]:
-    """Blocks that are swapped in one call, ascending; none where preempted requests are always recomputed."""
-    return () if engine.preemption_mode == "recompute" or engine.swap_space == 0 else _SWAP_SIZES
+    """Blocks that are moved between device and host in one call, ascending; none where nothing goes to the host."""
+    return _SWAP_SIZES if engine.may_swap or engine.kv_offloading_size else ()
 
 
 def swap_staging_bytes(engine: EngineConfig, bytes_per_block: int) -> int:
@@ -146,14 +148,15 @@ def fit_max_model_len(given: int | None, resolved: int, num_blocks: int, block_s
     return room
 
 
-def check_swap_space(swap_space: float, host_memory: int) -> str | None:
-    """None, or a warning when swap space takes over 40 % of the host's memory. ValueError over 70 %."""
-    fraction = swap_space * GIB / host_memory
-    text = f"swap_space={swap_space} GiB is {fraction:.0%} of the host's {host_memory / GIB:.1f} GiB of memory"
+def check_host_memory(engine: EngineConfig, host_memory: int) -> str | None:
+    """None, or a warning when the host's blocks may take over 40 % of its memory. ValueError over 70 %."""
+    settings = f"swap_space={engine.swap_space}"
+    if engine.kv_offloading_size:
+        settings += f" + kv_offloading_size={engine.kv_offloading_size}"
+    fraction = (engine.swap_space + engine.kv_offloading_size) * GIB / host_memory
+    text = f"{settings} GiB is {fraction:.0%} of the host's {host_memory / GIB:.1f} GiB of memory"
     if fraction > 0.7:
-        raise ValueError(
-            f"{text}; at most 70 % may be taken: lower swap_space to {0.7 * host_memory / GIB:.1f} or less"
-        )
+        raise ValueError(f"{text}; at most 70 % may be taken: lower it to {0.7 * host_memory / GIB:.1f} or less")
     return f"{text}; more than 40 % may leave too little for others" if fraction > 0.4 else None
 
 
@@ -224,7 +227,7 @@ class MemoryReport:
             "KV cache",
             f"  block: {self.block_size} tokens, {self.bytes_per_block:,} bytes ({self.bytes_per_token:,} a token)",
             f"  device blocks: {self.num_device_blocks:,} ({tokens:,} tokens)",
-            f"  host blocks: {self.num_host_blocks:,} (up to {host_gib:.2f} GiB of host memory for preempted requests)",
+            f"  host blocks: {self.num_host_blocks:,} (up to {host_gib:.2f} GiB of host memory)",
             f"  requests of {self.max_model_len:,} tokens at once: {self.max_concurrency:.2f} "
             f"(at most {self.max_num_seqs})",
         ]

@@ -423,7 +423,7 @@ class Runner:
         self.seconds_per_swap: float | None = None
         if config.warmup in ("full", "strict"):
             self.compiler.compile_all(all_shapes(buckets, is_always_adjusted=config.logits_processor_counts))
-            if num_host_blocks and config.preemption_mode == "auto":
+            if num_host_blocks and config.preemption_mode == "auto" and config.may_swap:
                 self._measure_swap()
 
     @property
@@ -538,7 +538,7 @@ class Runner:
                 array.delete()
 
     def _swap_out(self, swap: SwapOut):
-        if self.seconds_per_swap is None and self._config.preemption_mode == "auto":
+        if self.seconds_per_swap is None and self._config.preemption_mode == "auto" and self._config.may_swap:
             self._measure_swap()
         gather = self.compiler.get(UpdateShape(SwapOut, len(swap.device_block_c)))
         self._host_blocks.store(swap.host_blocks, gather(self._kv, swap.device_block_c))

@@ -63,6 +63,8 @@ class Scheduler:
         self.block_size = config.block_size
         self.pool = BlockPool(config.num_device_blocks)
         self.swap_space = SwapSpace(self.pool, num_host_blocks)
+        if config.kv_offloading_size:
+            self.pool.evict = self._offload
         self.costs: PreemptionCosts | None = None
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -81,8 +83,10 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_swapped_out = 0
         self.num_swapped_in = 0
+        self.num_offloaded = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
+        self.num_host_hits = 0
 
     # ---- requests come and go
 
@@ -135,8 +139,11 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets cached content; False while requests hold blocks."""
-        return self.pool.reset_index()  # what swapped requests hold on the host is theirs alone
+        """Forgets cached content, here and on the host; False while requests hold blocks."""
+        is_reset = self.pool.reset_index()
+        if is_reset:
+            self.swap_space.host.forget_index()  # what swapped requests hold there is theirs alone
+        return is_reset
 
     def check(self):
         """RuntimeError unless blocks, rows and queues agree (see `BlockPool.check`)."""
@@ -243,7 +250,7 @@ class Scheduler:
             self._drop_host_blocks(request)
         self._swaps_out.clear()
         self._read_host_blocks()
-        self.swap_space.forget_twins()
+        self.swap_space.forget()
         self.pool.reset_index()
         self._released.update(self._free_rows)
 
@@ -335,21 +342,35 @@ class Scheduler:
                 self.waiting.remove(request)
                 self._schedule_running(plan, [request, *self._fork(request)])
                 continue
-            hits = self._match_prefix(request)
-            if len(hits) < self._num_cacheable(request) and request.digests[len(hits)] in plan.filled:
-                break
-            needed = blocks_for(request.num_tokens, self.block_size) - len(hits)
-            if needed > self.pool.num_available - self.pool.num_unheld(hits):
+            if not self._start_after_hits(plan, request):
                 break
             self.waiting.remove(request)
-            self.pool.share(hits)
-            num_cached = len(hits) * self.block_size
-            self._start(request, hits, num_cached)
-            if request.num_cached_tokens is None:
-                request.num_cached_tokens = num_cached
-                self.num_prefix_queries += request.num_tokens
-                self.num_prefix_hits += num_cached
             self._schedule_running(plan, [request, *self._fork(request)])
+
+    def _start_after_hits(self, plan: _Plan, request: Request) -> bool:
+        """Starts a request with what the prefix cache has of it, here and on the host; False when it is to wait."""
+        hits, host_hits = self._match_prefix(request)
+        num_hits = len(hits) + len(host_hits)
+        to_fill = request.digests[len(hits) : min(num_hits + 1, self._num_cacheable(request))]
+        if not plan.filled.isdisjoint(to_fill):
+            return False
+        needed = blocks_for(request.num_tokens, self.block_size) - len(hits)
+        if needed > self.pool.num_available - self.pool.num_unheld(hits):
+            return False
+        self.pool.share(hits)
+        self.swap_space.host.share(host_hits)
+        loaded = self._load(host_hits, len(host_hits), len(host_hits))
+        assert loaded is not None
+        num_cached = num_hits * self.block_size
+        self._start(request, hits + loaded, num_cached)
+        request.num_indexed_blocks = len(hits)
+        plan.filled.update(to_fill[: len(host_hits)])
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = num_cached
+            self.num_prefix_queries += request.num_tokens
+            self.num_prefix_hits += num_cached
+            self.num_host_hits += len(host_hits) * self.block_size
+        return True
 
     def _fork(self, parent: Request) -> list[Request]:
         """Starts the siblings of a request whose prompt is computed but for its last token; returns those started.
@@ -435,8 +456,10 @@ class Scheduler:
 
     def _is_swap_cheaper(self, request: Request, block_ids: list[int]) -> bool:
         """By measured costs; blocks that others hold on the device can be hit in the prefix cache, at no cost."""
-        if self.config.preemption_mode != "auto" or self.costs is None:
-            return self.config.preemption_mode != "recompute"
+        if not self.config.may_swap:
+            return False
+        if self.config.preemption_mode == "swap" or self.costs is None:
+            return True
         num_shared = sum(self.pool.ref_counts[i] > 1 for i in block_ids) if self.config.enable_prefix_caching else 0
         num_tokens = request.num_computed_tokens - num_shared * self.block_size
         return self.swap_space.num_to_copy(block_ids) * self.costs.per_block < num_tokens * self.costs.per_token
@@ -444,18 +467,34 @@ class Scheduler:
     def _swap_in(self, request: Request) -> bool:
         """Starts a swapped request where it was; False when there are no blocks for all its tokens."""
         num_full = request.num_computed_tokens // self.block_size
-        num_blocks = blocks_for(request.num_tokens, self.block_size)
-        swapped = self.swap_space.swap_in(request.host_block_ids, num_full, num_blocks)
-        if swapped is None:
+        num_under_way = len(self._swaps_in)
+        block_ids = self._load(request.host_block_ids, num_full, blocks_for(request.num_tokens, self.block_size))
+        if block_ids is None:
             return False
-        block_ids, copies = swapped
-        self._swaps_in += copies
-        self.num_swapped_in += len(copies)
-        self._host_blocks_read += request.host_block_ids
+        self.num_swapped_in += len(self._swaps_in) - num_under_way
         request.host_block_ids = []
         self._start(request, block_ids, request.num_computed_tokens)
         request.num_indexed_blocks = 0  # its full blocks are findable again
         return True
+
+    def _load(self, host_block_ids: list[int], num_full: int, num_blocks: int) -> list[int] | None:
+        """Device blocks that will hold what held blocks of the host do; None where `num_blocks` in all are not there.
+
+        The references to the host's blocks are kept until the step that reads them is scheduled, then dropped.
+        """
+        swapped = self.swap_space.swap_in(host_block_ids, num_full, num_blocks)
+        if swapped is None:
+            return None
+        block_ids, copies = swapped
+        self._swaps_in += copies
+        self._host_blocks_read += host_block_ids
+        return block_ids
+
+    def _offload(self, block_id: int, digest: bytes):
+        """Keeps on the host what the prefix index is about to forget."""
+        copies = self.swap_space.offload(block_id, digest)
+        self._swaps_out += copies
+        self.num_offloaded += len(copies)
 
     def _drop_host_blocks(self, request: Request):
         if request.host_block_ids:
@@ -470,10 +509,10 @@ class Scheduler:
         self._swaps_in.clear()
 
     def _release(self, request: Request):
-        for on_their_way in (self._copies, self._swaps_in):
-            on_their_way[:] = [(source, target) for source, target in on_their_way if target not in request.block_ids]
         self._started.pop(_row(request), None)
         self.pool.free(request.block_ids)
+        for on_their_way in (self._copies, self._swaps_in):
+            on_their_way[:] = [(source, target) for source, target in on_their_way if self.pool.ref_counts[target]]
         request.block_ids = []
         self._free_rows.append(_row(request))
         self._released.add(_row(request))
@@ -525,10 +564,15 @@ class Scheduler:
 
     # ---- prefix cache
 
-    def _match_prefix(self, request: Request) -> list[int]:
-        """Cached blocks that the request can take up; the block of its last token is never one of them."""
+    def _match_prefix(self, request: Request) -> tuple[list[int], list[int]]:
+        """Cached blocks that the request can take up, and those of the host that hold what follows.
+
+        The block of its last token is never one of them.
+        """
         num_blocks = self._num_cacheable(request)
-        return self.pool.match(self._digests(request, num_blocks)[:num_blocks])
+        digests = self._digests(request, num_blocks)[:num_blocks]
+        hits = self.pool.match(digests)
+        return hits, self.swap_space.host.match(digests[len(hits) :])
 
     def _num_cacheable(self, request: Request) -> int:
         """Most blocks that a prefix hit of the request can cover.

@@ -60,7 +60,7 @@ BATCH_SIZES = (1, 8, 32, 64, 128, 256)
 SETTINGS = (
     *("dtype", "quantization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),
     *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_device_blocks", "swap_space", "preemption_mode"),
-    "max_logprobs",
+    *("kv_offloading_size", "max_logprobs"),
 )
 
 

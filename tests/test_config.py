@@ -61,6 +61,8 @@ TURING = replace(CPU, platform="gpu", kind="Tesla T4", has_native_bf16=False)
         ("swap_space", float("inf"), "GiB, 0 or more"),
         ("swap_space", float("nan"), "GiB, 0 or more"),
         ("swap_space", None, "must be a number"),
+        ("kv_offloading_size", -1, "GiB, 0 or more"),
+        ("kv_offloading_size", "much", "must be a number"),
         ("enable_prefix_caching", 1, "True or False"),
         ("attention_backend", "flash", "'auto', 'xla', 'pallas_tpu', 'pallas_gpu'"),
         ("load_format", "pt", "'safetensors', 'gguf', 'orbax', 'dummy'"),

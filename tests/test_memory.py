@@ -9,7 +9,7 @@ from jaxpaged.memory import (
     MemoryReport,
     block_bytes,
     blocks_for,
-    check_swap_space,
+    check_host_memory,
     decide_num_device_blocks,
     decide_num_host_blocks,
     fit_max_model_len,
@@ -70,6 +70,8 @@ def test_the_host_pool_holds_no_more_than_all_requests_at_full_length():
     assert num_on_host() == 11_915
     assert num_on_host(max_num_seqs=3, max_model_len=100) == 3 * 7
     assert num_on_host(preemption_mode="recompute") == num_on_host(swap_space=0) == 0
+    assert num_on_host(swap_space=0, kv_offloading_size=4) == 11_915
+    assert num_on_host(max_num_seqs=3, max_model_len=100, kv_offloading_size=4) == 3 * 7 + 11_915
 
 
 def test_11663015936_bytes_hold_32357_blocks_of_tinyllama():
@@ -137,13 +139,20 @@ def test_a_pool_of_a_single_token_serves_no_request(given):
         fit_max_model_len(given, 8, 1, 1)
 
 
-def test_swap_space_over_40_percent_of_the_host_warns_and_over_70_is_refused():
-    assert check_swap_space(4, 10 * GIB) is None
-    warning = check_swap_space(5, 10 * GIB)
+def test_host_blocks_over_40_percent_of_the_host_warn_and_over_70_are_refused():
+    def check(swap_space, offloading=0):
+        return check_host_memory(EngineConfig(swap_space=swap_space, kv_offloading_size=offloading), 10 * GIB)
+
+    assert check(4) is None and check(1, 3) is None
+    warning = check(5)
     assert warning is not None and "swap_space=5 GiB is 50% of the host's 10.0 GiB" in warning
-    assert check_swap_space(7, 10 * GIB) is not None
-    with pytest.raises(ValueError, match=r"at most 70 % may be taken: lower swap_space to 7.0"):
-        check_swap_space(7.1, 10 * GIB)
+    warning = check(0, 5)
+    assert warning is not None and "swap_space=0 + kv_offloading_size=5 GiB is 50% of the host's" in warning
+    assert check(7) is not None
+    with pytest.raises(ValueError, match=r"at most 70 % may be taken: lower it to 7.0"):
+        check(7.1)
+    with pytest.raises(ValueError, match=r"swap_space=4 \+ kv_offloading_size=4 GiB is 80% of the host's"):
+        check(4, 4)
 
 
 def report(**changes):
@@ -170,7 +179,7 @@ def test_the_report_names_blocks_on_the_device_and_on_the_host():
     text = str(report())
     assert "block: 16 tokens, 360,448 bytes (22,528 a token)" in text
     assert "device blocks: 1,000 (16,000 tokens)" in text
-    assert "host blocks: 11,915 (up to 4.00 GiB of host memory for preempted requests)" in text
+    assert "host blocks: 11,915 (up to 4.00 GiB of host memory)" in text
 
 
 def test_the_report_says_how_to_raise_a_limit_below_95_percent_of_the_device():

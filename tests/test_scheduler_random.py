@@ -121,6 +121,20 @@ def test_swapping_some_and_computing_others_again_by_cost_yields_the_same_tokens
     assert 10 < num_swapped < engine.scheduler.num_preemptions - 10
 
 
+@pytest.mark.parametrize("swap_space", [0, 4])
+@pytest.mark.parametrize("num_host_blocks", [1, 5, 200])
+def test_keeping_evicted_blocks_on_the_host_yields_the_same_tokens_whatever_room_it_has(num_host_blocks, swap_space):
+    engine, _ = serve(
+        300, seed=4, max_num_batched_tokens=24, max_in_flight=2, num_decode_steps=2, num_host_blocks=num_host_blocks,
+        kv_offloading_size=1, swap_space=swap_space,
+    )  # fmt: skip
+    scheduler = engine.scheduler
+    assert scheduler.num_preemptions > 30 and scheduler.num_offloaded > 100
+    assert scheduler.num_host_hits > (0 if num_host_blocks < 200 else 400)
+    assert (scheduler.num_swapped_out > 0) == (swap_space > 0)
+    assert scheduler.num_offloaded + scheduler.num_swapped_out == sum(len(step.swaps_out) for step in engine.steps)
+
+
 class AnyOrderOfEvents(RuleBasedStateMachine):
     """Requests come, steps are scheduled and done, aborts fall between the two, in any order."""
 
@@ -129,13 +143,15 @@ class AnyOrderOfEvents(RuleBasedStateMachine):
         self.members: list[Request] = []
 
     @initialize(
-        num_device_blocks=st.integers(7, 12), num_host_blocks=st.sampled_from([0, 3, 30]), is_caching=st.booleans()
+        num_device_blocks=st.integers(7, 12),
+        num_host_blocks=st.sampled_from([0, 3, 30]),
+        cache=st.sampled_from(["none", "device", "device and host"]),
     )
-    def start(self, num_device_blocks, num_host_blocks, is_caching):
+    def start(self, num_device_blocks, num_host_blocks, cache):
         self.engine = ToyEngine(
             num_device_blocks=num_device_blocks, max_num_seqs=3, block_size=2, max_model_len=14,
             max_num_batched_tokens=5, num_decode_steps=3, num_host_blocks=num_host_blocks,
-            enable_prefix_caching=is_caching,
+            enable_prefix_caching=cache != "none", kv_offloading_size=int(cache == "device and host"),
         )  # fmt: skip
 
     @rule(
@@ -257,7 +273,7 @@ def share_the_partial_block(patch):
 def hit_the_block_of_the_last_token(patch):
     def match_prefix(self, request):
         num_blocks = request.num_tokens // self.block_size
-        return self.pool.match(self._digests(request, num_blocks)[:num_blocks])
+        return self.pool.match(self._digests(request, num_blocks)[:num_blocks]), []
 
     patch.setattr(Scheduler, "_match_prefix", match_prefix)
 
