@@ -190,6 +190,13 @@ def compiler_options(device: Any = None) -> dict[str, int] | None:
     return {"xla_tpu_control_large_2nd_minor_layout_for_x16": 0} if device.device_kind == "TPU7x" else None
 
 
+def temporaries_of(compiled: Any) -> int:
+    """Bytes, on one device, that a compiled program takes beyond what it is given: temporaries, and outputs of its
+    own."""
+    memory = compiled.memory_analysis()
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
 class StepCompiler:
     """Compiled steps and updates by shape, each made once, and a ledger of them.
 
@@ -251,9 +258,8 @@ class StepCompiler:
         """Compiles what has this shape and enters it in the ledger."""
         start = time.perf_counter()
         compiled = self.lower(shape).compile(compiler_options())
-        seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
-        num_bytes = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        self.ledger.append(CompileRecord(str(shape), seconds, num_bytes))
+        seconds = time.perf_counter() - start
+        self.ledger.append(CompileRecord(str(shape), seconds, temporaries_of(compiled)))
         logger.debug("compiled %s in %.2f s", shape, seconds)
         self._compiled[shape] = compiled
 

@@ -31,6 +31,7 @@ from jax import lax
 
 from jaxpaged import Engine, sampler
 from jaxpaged.attention import paged_attention
+from jaxpaged.config import EngineConfig
 from jaxpaged.models import decoder, layers
 from jaxpaged.models.weights import Weights
 from jaxpaged.runner import DrawShape, PrefillShape, compiler_options
@@ -194,7 +195,7 @@ def measure(engine: Engine, size: str, repeat: int, *, is_decode: bool) -> dict:
                     times["launch"].append(launch)
     line = {f"{name}_ms": quartile_ms(seconds) for name, seconds in times.items()}
     rest = line["step_ms"] - sum(line[f"{name}_ms"] for name in PARTS)
-    gb_s, gflop_s = bandwidth_gb_s(), peak_gflop_s(engine)
+    gb_s, gflop_s = bandwidth_gb_s(), peak_gflop_s(engine.config)
     return {
         ("decode" if is_decode else "prefill"): size,
         **line,
@@ -234,9 +235,9 @@ def bandwidth_gb_s() -> float:
     return array.nbytes / _least_seconds(jax.jit(jnp.sum), array) / 1e9
 
 
-def peak_gflop_s(engine: Engine) -> float:
+def peak_gflop_s(config: EngineConfig) -> float:
     """1e9 operations a second of a product of two 2048×2048 matrices, of the kind that the layers multiply."""
-    dtype = jnp.int8 if engine.config.quantization == "int8" else jnp.dtype(engine.config.dtype)
+    dtype = jnp.int8 if config.quantization == "int8" else jnp.dtype(config.dtype)
     into = jnp.int32 if dtype == jnp.int8 else dtype
     matrix = jnp.ones((2048, 2048), dtype)
     product = jax.jit(lambda x: lax.dot_general(x, x, (((1,), (1,)), ((), ())), preferred_element_type=into))

@@ -35,7 +35,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from jaxpaged.batch import make_buckets
 from jaxpaged.config import EngineConfig, ModelConfig
-from jaxpaged.models.weights import ParamSpec, map_specs, param_specs
+from jaxpaged.models.weights import ParamSpec, Weights, map_specs, param_specs
 from jaxpaged.runner import DrawShape, PrefillShape, StepCompiler, compiler_options
 from pallas_kernels.tpu.layout import rows_per_tile
 from pallas_kernels.tpu.paged_attention import paged_attention
@@ -144,18 +144,8 @@ def compile_step(target: Target, model: ModelConfig, kind: str, num_layers: int,
         dtype=target.dtype, block_size=16, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_TOKENS, attention_backend=target.backend, num_device_blocks=num_blocks,
     )  # fmt: skip
-    specs = param_specs(model, target.dtype)
-    axis = "tensor" if target.num_devices > 1 else None
-    split = {"qkv", "heads", "gate_up", "mlp", "vocab"}
-
-    def weight(spec: ParamSpec):
-        partition = PartitionSpec(*(axis if name in split else None for name in spec.axes))
-        return target.placed(jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), partition)
-
     compiler = StepCompiler(config, model, make_buckets(config), num_blocks)
-    compiler._weights = map_specs(weight, specs)
-    compiler._state = target.placed(compiler._state)
-    compiler._kv = target.placed(compiler._kv, PartitionSpec(*[None] * target.pool_axis, axis))
+    place(compiler, target, param_specs(model, target.dtype))
     b = MAX_NUM_SEQS
     shape = PrefillShape(MAX_TOKENS, b) if kind == "prefill" else DrawShape(kind == "decode", b, 20)
     pools = jax.tree.leaves(compiler._kv)
@@ -164,6 +154,20 @@ def compile_step(target: Target, model: ModelConfig, kind: str, num_layers: int,
     pool_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in pools) // target.num_devices
     donated_bytes = {"decode": pool_bytes + compiler.state_bytes, "prefill": pool_bytes, "draw": compiler.state_bytes}
     return facts | {"donated_bytes": donated_bytes[kind], "layer_pool_bytes": pool_bytes // len(compiler._kv)}
+
+
+def place(compiler: StepCompiler, target: Target, specs: Weights):
+    """Has a compiler lower for the target: weights and pool are split over its devices, all else is on each."""
+    axis = "tensor" if target.num_devices > 1 else None
+    split = {"qkv", "heads", "gate_up", "mlp", "vocab"}
+
+    def weight(spec: ParamSpec):
+        partition = PartitionSpec(*(axis if name in split else None for name in spec.axes))
+        return target.placed(jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype)), partition)
+
+    compiler._weights = map_specs(weight, specs)
+    compiler._state, compiler._adjustments = target.placed(compiler._state), target.placed(compiler._adjustments)
+    compiler._kv = target.placed(compiler._kv, PartitionSpec(*[None] * target.pool_axis, axis))
 
 
 def compiled_facts(target: Target, lower: Callable, big_shapes: list[tuple[int, ...]]) -> dict:

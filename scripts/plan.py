@@ -6,28 +6,38 @@ Prints where the device's memory would go, how many blocks and requests it would
 take: a decode step reads all weights and the K and V of its requests once (bytes ÷ bandwidth), a prefill step computes
 2 operations a weight and token (÷ peak). `--json` prints the same for programs, `--plot FILE` draws it.
 
-Temporaries of the largest step are what the compiler says, for `--device cpu`; elsewhere they are an estimate, marked
-as such: the largest activations of a step and its logits.
-`--device cpu` is this machine, its memory and its measured bandwidth; others stand in a table, by their makers'
-figures.
+Temporaries of the largest step are what the compiler says: for `--device cpu`; for TPUs where libtpu is installed; for
+one GPU where the plugin for CUDA 12 is (see compile_for_tpu.py, compile_for_gpu.py). It takes up to some minutes.
+Elsewhere, and with `--estimate`, they are an estimate, marked as such: the largest activations of a step, its logits.
+`--device cpu` is this machine, its memory, its measured bandwidth and products; others stand in a table, by their
+makers' figures.
+
+With `--num-devices N` weights and K and V are split over N devices by heads and widths ("tensor parallel"), and what is
+printed is one device's part; exchanging activations is not in the floors. The engine itself uses one device so far.
 """
 
 import argparse
 import dataclasses
+import functools
+import importlib.util
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+os.environ["JAX_PLATFORMS"] = "cpu"
+
 from generate import add_flags
+from tqdm import tqdm
 
 from jaxpaged import batch, memory
 from jaxpaged.checkpoints import open_model
 from jaxpaged.config import GIB, DeviceFacts, EngineConfig, ModelConfig, resolve
 from jaxpaged.memory import MemoryReport
-from jaxpaged.models.weights import param_specs, weight_bytes
-from jaxpaged.runner import StepCompiler, device_facts, largest_shapes
+from jaxpaged.models.weights import Weights, param_specs, weight_bytes
+from jaxpaged.runner import Shape, StepCompiler, device_facts, largest_shapes, temporaries_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,9 @@ DEVICES = {
     "tpu7x": Device("tpu", 96 * GIB, 0.98, 3690, 1153),
 }
 """One JAX device of each kind: of a tpu7x chip, which has two, one half."""
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}
+"""What libtpu calls four chips of a kind."""
 
 BATCH_SIZES = (1, 8, 32, 64, 128, 256)
 SETTINGS = (
@@ -85,31 +98,67 @@ def estimated_temporaries(model: ModelConfig, config: EngineConfig) -> int:
     return 4 * (tokens * (2 * model.hidden_size + widest) + 3 * rows * model.vocab_size)
 
 
-def partition(model: ModelConfig, given: EngineConfig, facts: DeviceFacts, *, is_compiled: bool) -> MemoryReport:
-    """The memory report that an engine would give. ValueError for what does not fit."""
-    config = resolve(given, model, facts)
-    weights = weight_bytes(param_specs(model, config.dtype, config.quantization))
+def part_of(model: ModelConfig, num_devices: int) -> ModelConfig:
+    """What one of the devices has of a model. ValueError where heads or widths cannot be split evenly."""
+    names = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
+    if odd := [f"{name}={getattr(model, name)}" for name in names if getattr(model, name) % num_devices]:
+        raise ValueError(f"--num-devices {num_devices} does not divide {', '.join(odd)} of the model")
+    return dataclasses.replace(model, **{name: getattr(model, name) // num_devices for name in names})
+
+
+def compiled_temporaries(
+    compiler: StepCompiler, shapes: list[Shape], device: str, num_devices: int, specs: Weights
+) -> int | None:
+    """Bytes on one device of the temporaries and outputs of the largest step; None where no compiler for such devices
+    is installed."""
+    is_tpu = device in TOPOLOGIES
+    if importlib.util.find_spec("libtpu" if is_tpu else "jax_cuda12_plugin") is None or num_devices > (
+        4 if is_tpu else 1
+    ):
+        return None
+    import compile_for_gpu
+    import compile_for_tpu
+
+    target = compile_for_tpu.Target(TOPOLOGIES[device], num_devices) if is_tpu else compile_for_gpu.Target(device)
+    compile_for_tpu.place(compiler, target, specs)
+    lowers = [functools.partial(compiler.lower, shape) for shape in shapes]
+    return max(temporaries_of(target.compile(lower)) for lower in tqdm(lowers, desc="Compiling steps", disable=None))
+
+
+def partition(
+    model: ModelConfig, given: EngineConfig, facts: DeviceFacts, num_devices: int = 1, *, is_estimate: bool = False
+) -> tuple[MemoryReport, bool]:
+    """The memory report that an engine would give, of one of the devices; and whether its temporaries are an estimate,
+    as asked for or for want of a compiler. ValueError for what does not fit."""
+    config, part = resolve(given, model, facts), part_of(model, num_devices)
     buckets = batch.make_buckets(config)
-    compiler = StepCompiler(config, model, buckets, num_blocks=1)
-    temporaries = estimated_temporaries(model, config)
-    if is_compiled:
-        compiler.compile_all(largest_shapes(buckets))
+    compiler, shapes = StepCompiler(config, model, buckets, num_blocks=1), largest_shapes(buckets)
+    temporaries = None
+    if facts.platform == "cpu":
+        compiler.compile_all(shapes)
         temporaries = compiler.temporaries
-    sizes = {"weights": weights, "temporaries": temporaries}
+    elif not is_estimate:
+        specs = param_specs(model, config.dtype, config.quantization)
+        temporaries = compiled_temporaries(compiler, shapes, facts.kind, num_devices, specs)
+    is_estimate = temporaries is None
+    if temporaries is None:
+        temporaries = estimated_temporaries(dataclasses.replace(part, vocab_size=model.vocab_size), config)
+    sizes = {"weights": weight_bytes(param_specs(part, config.dtype, config.quantization)), "temporaries": temporaries}
     state = compiler.state_bytes + compiler.adjustments_bytes
-    num_blocks = memory.decide_num_device_blocks(config, model, facts, **sizes, state=state)
+    num_blocks = memory.decide_num_device_blocks(config, part, facts, **sizes, state=state)
     assert isinstance(config.block_size, int) and config.max_model_len is not None
     fitted = memory.fit_max_model_len(given.max_model_len, config.max_model_len, num_blocks, config.block_size)
     config = dataclasses.replace(config, max_model_len=fitted)
-    per_block = memory.block_bytes(model, config.block_size, config.dtype)
-    return MemoryReport(
+    per_block = memory.block_bytes(part, config.block_size, config.dtype)
+    report = MemoryReport(
         limit=facts.memory_limit, total=facts.memory_limit, **sizes, kv_pool=(num_blocks + 1) * per_block,
         state=compiler.state_bytes, adjustments=compiler.adjustments_bytes,
         staging=memory.swap_staging_bytes(config, per_block), other=facts.memory_in_use, block_size=config.block_size,
         bytes_per_block=per_block, num_device_blocks=num_blocks,
-        num_host_blocks=memory.decide_num_host_blocks(config, model), max_model_len=fitted,
+        num_host_blocks=memory.decide_num_host_blocks(config, part), max_model_len=fitted,
         max_num_seqs=config.max_num_seqs,
     )  # fmt: skip
+    return report, is_estimate
 
 
 def decode_floors(report: MemoryReport, context: int, gb_s: float) -> list[dict[str, float]]:
@@ -128,27 +177,31 @@ def decode_floors(report: MemoryReport, context: int, gb_s: float) -> list[dict[
 def make_plan(args: argparse.Namespace) -> dict[str, Any]:
     """All that is printed, as data."""
     source = open_model(args.model, "dummy")
-    facts, is_cpu = facts_of(args.device), args.device == "cpu"
+    facts = facts_of(args.device)
     given = EngineConfig(**{name: getattr(args, name) for name in SETTINGS})
-    report = partition(source.config, given, facts, is_compiled=is_cpu)
+    config = resolve(given, source.config, facts)
+    if args.device == "cpu" and args.num_devices > 1:
+        raise ValueError("--device cpu is one device: leave --num-devices at 1")
+    report, is_estimate = partition(source.config, given, facts, args.num_devices, is_estimate=args.estimate)
     context = args.context or report.max_model_len // 2
-    if is_cpu:
-        from bench_step import bandwidth_gb_s
+    if args.device == "cpu":
+        from bench_step import bandwidth_gb_s, peak_gflop_s
 
-        gb_s, tflop_s = bandwidth_gb_s(), None
+        gb_s, tflop_s = bandwidth_gb_s(), peak_gflop_s(config) / 1e3
     else:
         gb_s, tflop_s = DEVICES[args.device].bandwidth_gb_s, DEVICES[args.device].peak_tflop_s
     operations = 2 * source.config.num_parameters
     return {
         "model": source.name,
         "device": args.device,
-        "dtype": resolve(given, source.config, facts).dtype,
+        "num_devices": args.num_devices,
+        "dtype": config.dtype,
         "report": report,
-        "are_temporaries_estimated": not is_cpu,
+        "are_temporaries_estimated": is_estimate,
         "bandwidth_gb_s": gb_s,
         "context": context,
         "decode_floors": decode_floors(report, context, gb_s),
-        "prefill_tok_s": None if tflop_s is None else tflop_s * 1e12 / operations,
+        "prefill_tok_s": args.num_devices * tflop_s * 1e12 / operations,
     }
 
 
@@ -159,17 +212,21 @@ def as_data(plan: dict[str, Any]) -> dict[str, Any]:
     return plan | {"report": dataclasses.asdict(report) | derived}
 
 
+def in_words(plan: dict[str, Any]) -> str:
+    devices = plan["device"] if plan["num_devices"] == 1 else f"each of {plan['num_devices']} {plan['device']}"
+    return f"{plan['model']} in {plan['dtype']} on {devices}"
+
+
 def as_text(plan: dict[str, Any]) -> str:
     mark = " (temporaries are an estimate)" if plan["are_temporaries_estimated"] else ""
-    lines = [f"{plan['model']} in {plan['dtype']} on {plan['device']}{mark}", str(plan["report"])]
+    lines = [f"{in_words(plan)}{mark}", str(plan["report"])]
     lines.append(f"Floors at {plan['context']:,} tokens of context, {plan['bandwidth_gb_s']:,.0f} GB/s")
     lines.append("  decode of   ms a step    tokens a second    weights   K and V")
     for f in plan["decode_floors"]:
         lines.append(
             f"  {f['batch']:>9} {f['ms']:>11.2f} {f['tok_s']:>18,.0f} {1 - f['kv_part']:>10.0%} {f['kv_part']:>9.0%}"
         )
-    if plan["prefill_tok_s"] is not None:
-        lines.append(f"  prefill: at most {plan['prefill_tok_s']:,.0f} tokens a second")
+    lines.append(f"  prefill: at most {plan['prefill_tok_s']:,.0f} tokens a second")
     return "\n".join(lines)
 
 
@@ -180,7 +237,7 @@ def draw(plan: dict[str, Any]) -> Any:
     report: MemoryReport = plan["report"]
     figure = Figure(figsize=(9, 4), layout="constrained")
     bar, floors = figure.subplots(1, 2, width_ratios=(1, 2))
-    figure.suptitle(f"{plan['model']} in {plan['dtype']} on {plan['device']}")
+    figure.suptitle(in_words(plan))
     parts = {"weights": report.weights, "KV pool": report.kv_pool, "temporaries": report.temporaries}
     parts |= {"step state": report.state, "counts and masks": report.adjustments, "staging": report.staging}
     parts |= {"other": report.other, "free": report.free}
@@ -208,12 +265,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="directory, config.json, .gguf file, repo id or built-in name")
     parser.add_argument("--device", required=True, choices=[*DEVICES, "cpu"])
+    parser.add_argument("--num-devices", type=int, default=1, metavar="N", help="devices that share the model (1)")
+    parser.add_argument("--estimate", action="store_true", help="estimate temporaries, whatever compiler is installed")
     parser.add_argument("--context", type=int, help="tokens of each request in the floors (default: half of the most)")
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     add_flags(parser.add_argument_group("engine"), EngineConfig, skip=tuple(names - set(SETTINGS)))
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it; the suffix says the format")
     args = parser.parse_args(argv)
+    if args.num_devices < 1:
+        parser.error(f"--num-devices {args.num_devices}: give 1 or more")
     try:
         plan = make_plan(args)
         if args.plot is not None:

@@ -29,7 +29,7 @@ def tinyllama(tmp_path_factory):
 
 
 def as_json(capsys, *argv):
-    assert plan.main([*argv, "--json"]) == 0
+    assert plan.main([*argv, "--estimate", "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -69,13 +69,46 @@ def test_floors_end_where_the_pool_does(tinyllama, capsys):
     assert [floor["batch"] for floor in given["decode_floors"]] == [1, 8]
 
 
+def test_devices_share_weights_and_blocks_evenly_and_each_has_all_tokens(tinyllama, capsys):
+    one = as_json(capsys, "--model", tinyllama, "--device", "v5e")
+    four = as_json(capsys, "--model", tinyllama, "--device", "v5e", "--num-devices", "4")
+    norms = 2 * 2048 * (2 * 22 + 1)
+    assert four["report"]["weights"] == (one["report"]["weights"] - norms) // 4 + norms
+    assert four["report"]["bytes_per_token"] == one["report"]["bytes_per_token"] // 4
+    assert four["report"]["num_device_blocks"] > 4 * one["report"]["num_device_blocks"], "beside less of the weights"
+    assert four["prefill_tok_s"] == pytest.approx(4 * one["prefill_tok_s"])
+    assert four["decode_floors"][0]["ms"] == pytest.approx(one["decode_floors"][0]["ms"] / 4, rel=1e-3)
+    assert plan.main(["--model", tinyllama, "--device", "v5e", "--num-devices", "2", "--estimate"]) == 0
+    assert " in bfloat16 on each of 2 v5e (temporaries are an estimate)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("v5e", "--num-devices", "3"), "--num-devices 3 does not divide num_heads=32, num_kv_heads=4,"),
+        (("v5e", "--num-devices", "8"), "--num-devices 8 does not divide num_kv_heads=4 of the model"),
+        (("cpu", "--num-devices", "2"), "--device cpu is one device: leave --num-devices at 1"),
+    ],
+)
+def test_a_model_that_devices_cannot_share_is_refused(tinyllama, capsys, flags, words):
+    assert plan.main(["--model", tinyllama, "--device", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_floors_of_this_machine_are_by_what_it_was_measured_to_do(capsys):
+    flags = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-model-len", "128")
+    given = as_json(capsys, "--model", str(tiny.model_directory()), "--device", "cpu", *flags)
+    assert not given["are_temporaries_estimated"] and given["prefill_tok_s"] > given["decode_floors"][0]["tok_s"] > 0
+
+
 def test_an_engine_on_this_machine_has_the_blocks_and_temporaries_that_were_planned(monkeypatch):
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "num_decode_steps": 1}
     with Engine(tiny.model_directory(), **settings) as engine:
         params = SamplingParams(max_tokens=3, logprobs=20, ignore_eos=True)
         engine.generate(tiny.prompts(8, least=8, most=8), params, use_tqdm=False)
         measured, facts, model = engine.memory_report(), engine._facts, engine.model_config
-    planned = plan.partition(model, EngineConfig(**settings), facts, is_compiled=True)
+    planned, is_estimate = plan.partition(model, EngineConfig(**settings), facts)
+    assert not is_estimate
     sizes = ("weights", "kv_pool", "state", "adjustments", "staging", "other", "limit")
     for name in ("num_device_blocks", "num_host_blocks", *sizes):
         assert getattr(planned, name) == getattr(measured, name), name
@@ -84,20 +117,22 @@ def test_an_engine_on_this_machine_has_the_blocks_and_temporaries_that_were_plan
 
 def test_what_does_not_fit_is_told_with_its_parts(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(TINYLLAMA | {"num_hidden_layers": 400}))
-    assert plan.main(["--model", str(tmp_path), "--device", "t4"]) == 2
+    assert plan.main(["--model", str(tmp_path), "--device", "t4", "--estimate"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("plan.py: error: no memory is left for the KV pool: of ") and "weights take " in error
 
 
 def test_the_table_marks_an_estimate_and_names_the_floors(tinyllama, capsys):
-    assert plan.main(["--model", tinyllama, "--device", "v5e"]) == 0
+    assert plan.main(["--model", tinyllama, "--device", "v5e", "--estimate"]) == 0
     text = capsys.readouterr().out
     assert "in bfloat16 on v5e (temporaries are an estimate)" in text
     assert "device blocks: " in text and "decode of   ms a step" in text and "prefill: at most" in text
 
 
 def test_the_picture_is_written(tinyllama, tmp_path, capsys):
-    assert plan.main(["--model", tinyllama, "--device", "h200", "--plot", str(tmp_path / "plan.png")]) == 0
+    assert (
+        plan.main(["--model", tinyllama, "--device", "h200", "--estimate", "--plot", str(tmp_path / "plan.png")]) == 0
+    )
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -4,9 +4,14 @@ By default one target and few programs; with `--every-mode` all targets, pairs o
 `-m tpu_compile`, a missing libtpu is a failure; else these tests are skipped then.
 """
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from compiled_programs import ROOT, compiled, need
+from test_plan import TINYLLAMA
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -67,6 +72,21 @@ def test_a_copy_planted_in_a_whole_step_is_noticed(fault, target, step):
     options = ("--steps", "2", "--models", "TinyLlama-1.1B", "--kinds", step, "--blocks", str(NUM_BLOCKS[0]))
     (case,) = compiled(("tests/compile_with_planted_copy.py", "compile_for_tpu", fault), target, *options)
     assert not is_in_place(case), case
+
+
+def test_a_plan_takes_temporaries_from_the_compiler(tmp_path):
+    """Of each of two devices that share a model."""
+    (tmp_path / "config.json").write_text(json.dumps(TINYLLAMA | {"num_hidden_layers": 2}))
+    settings = ("--max-num-batched-tokens", "256", "--max-num-seqs", "32", "--max-model-len", "512")
+    given = []
+    for num_devices in ("1", "2"):
+        command = [sys.executable, "scripts/plan.py", "--model", str(tmp_path), "--device", "v5e", "--json", *settings]
+        run = subprocess.run([*command, "--num-devices", num_devices], capture_output=True, text=True, cwd=ROOT)
+        assert run.returncode == 0, run.stderr[-2000:]
+        given.append(json.loads(run.stdout))
+    one, two = given
+    assert not one["are_temporaries_estimated"] and not two["are_temporaries_estimated"]
+    assert 2**20 < two["report"]["temporaries"] < one["report"]["temporaries"] < 2**28
 
 
 def test_a_copy_outside_of_fusions_is_noticed(monkeypatch):
