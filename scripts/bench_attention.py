@@ -18,14 +18,14 @@ kernel, where it has one. All backends of a shape take turns, and of each the fa
 A shape that does not fit the device's memory, and what a backend refuses, has a line with "error" instead. A table
 follows on stderr. The exit status is 0 where all shapes were timed.
 
-`--interpret` runs kernels for TPUs in the interpreter, which shows that this script works, and nothing about speed.
+`--interpret tpu` or `gpu` runs kernels for that in the interpreter, which shows that this script works, and nothing
+about speed. `--limit-s` ends it after so many seconds, with the table of what was timed by then.
 """
 
 import argparse
 import contextlib
 import functools
 import json
-import os
 import platform
 import sys
 import time
@@ -33,14 +33,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import metadata
 
-# The interpreter, called from one of XLA's threads for CPUs, waits for a copy that another one makes.
-os.environ.setdefault("NPROC", str(max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)))
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from interpreted import PLATFORMS, interpreted
 from jax import lax
-from jax.experimental.pallas import tpu as pltpu
 
 from jaxpaged.attention import paged_attention
 from jaxpaged.config import DeviceFacts, EngineConfig, ModelConfig, resolve
@@ -297,7 +294,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=5, help="runs that are timed")
     parser.add_argument("--calls", type=int, help="calls in a run (default: by size)")
     parser.add_argument("--rate-size", type=int, metavar="MB", help="default: 1024, on a CPU 128")
-    parser.add_argument("--interpret", action="store_true", help="interpret kernels for TPUs")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no shape after so many seconds")
+    parser.add_argument("--interpret", choices=PLATFORMS, help="interpret the kernels for such a device")
     args = parser.parse_args()
     if args.repeat < 1 or (args.calls or 1) < 1:
         parser.error("--repeat and --calls must be 1 or more")
@@ -305,7 +303,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> int:
-    args = parse_args()
+    args, start = parse_args(), time.perf_counter()
     facts = device_facts()
     is_cpu = facts.platform == "cpu"
     if args.decode is None and args.prefill is None:
@@ -314,7 +312,7 @@ def main() -> int:
         args.prefill = [Shape.parse(text, is_decode=False) for text in prefill]
     shapes = [*(args.decode or []), *(args.prefill or [])]
     if args.interpret:
-        facts = replace(facts, platform="tpu")
+        facts = replace(facts, platform=args.interpret, has_native_bf16=True)
     n, k = args.heads
     model = ModelConfig(
         vocab_size=1, hidden_size=n * args.head_dim, intermediate_size=1, num_layers=1, num_heads=n, num_kv_heads=k,
@@ -326,15 +324,20 @@ def main() -> int:
     rates = measure_rates(args.dtype, args.rate_size or (128 if is_cpu else 1024))
     where = {"heads": [n, k], "head_dim": args.head_dim, "dtype": args.dtype}
     where |= {"copy_gb_s": round(rates.copy / 1e9, 2), "matmul_tflop_s": round(rates.matmul / 1e12, 3)}
-    where |= {"device": facts.kind, "platform": jax.devices()[0].platform, "interpreted": args.interpret, **versions()}
+    where |= {"device": facts.kind, "platform": jax.devices()[0].platform, **versions()}
+    where["interpreted"] = args.interpret is not None
     lines = []
-    with pltpu.force_tpu_interpret_mode() if args.interpret else contextlib.nullcontext():
+    with interpreted(args.interpret):
         for shape in shapes:
+            if time.perf_counter() - start > args.limit_s:
+                print(json.dumps({"not_timed": [left.text for left in shapes[shapes.index(shape) :]]}), flush=True)
+                break
             for line in measure(shape, backends, model, facts, rates, args):
                 lines.append(line | where)
                 print(json.dumps(lines[-1]), flush=True)
     print(table(lines), file=sys.stderr)
-    return 1 if any("error" in line for line in lines) else 0
+    is_complete = len(lines) == len(shapes) * len(backends)
+    return 0 if is_complete and not any("error" in line for line in lines) else 1
 
 
 if __name__ == "__main__":

@@ -10,7 +10,11 @@ them); `--models` and `--kinds` name some. `--blocks` are the sizes of their poo
 A t4 is older than the kernels: its steps take the XLA form, in float16.
 
 A line has what `compile_for_tpu.py` says of a program, and for each Pallas kernel what ptxas says of it: `registers`
-of a thread, `spilled_bytes` of a thread, `instructions` that show which units it uses. The last line counts.
+of a thread, `spilled_bytes` of a thread, `instructions` that show which units it uses. That of a step says as well how
+it is launched (`thunks.py`). The last line counts.
+
+Flags for XLA may be given in $XLA_FLAGS, such as --xla_gpu_enable_command_buffer=+WHILE. Matrix products are XLA's own
+kernels here, where a GPU would time them against cuBLAS.
 """
 
 import argparse
@@ -30,7 +34,8 @@ from typing import NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
-    f"--xla_gpu_autotune_level=0 --xla_dump_emitter_re=ptx --xla_dump_to={tempfile.mkdtemp(prefix='jaxpaged-ptx-')}"
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0 --xla_dump_emitter_re=ptx "
+    f"--xla_dump_hlo_module_re=.* --xla_dump_to={tempfile.mkdtemp(prefix='jaxpaged-ptx-')}"
 )
 
 import jax
@@ -39,13 +44,15 @@ from compile_for_tpu import KINDS, MODELS, compile_step, compiled_facts
 from covering import covering
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, SingleDeviceSharding
+from thunks import launches, read_thunks
 
 from jaxpaged.runner import compiler_options
 from pallas_kernels.gpu.layout import HeadMajorKV
 from pallas_kernels.gpu.paged_attention import merge_splits_kernel, paged_attention, paged_attention_kernel
 
+GIVEN_FLAGS = os.environ["XLA_FLAGS"].partition(" --xla_gpu_autotune_level")[0]
 DUMPS = Path(os.environ["XLA_FLAGS"].partition("--xla_dump_to=")[2])
-"""Where XLA leaves the PTX of what it compiles, of each kernel in a file."""
+"""Where XLA leaves the PTX of what it compiles, of each kernel in a file, and what it will launch in which order."""
 
 SHAPES = {
     "decode of 64": (64, 64),
@@ -149,6 +156,12 @@ class Target:
             return lower().compile(self._options)
 
 
+def thunk_facts() -> dict:
+    """How the program compiled last is launched."""
+    (file,) = DUMPS.glob("*.thunk_sequence_after_thunk_passes.txt")
+    return {"thunks": launches(read_thunks(file.read_text()), KERNELS[0])}
+
+
 def kernel_facts() -> dict:
     """What ptxas says of the Pallas kernels in the program compiled last: the most of each kernel's instances."""
     facts: dict = {}
@@ -221,6 +234,7 @@ def main() -> int:
         parser.error(f"{args.target} is older than the kernels; give --steps alone")
     packages = ("jax", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
     versions = {name: metadata.version(name) for name in packages} | {"python": platform.python_version()}
+    versions |= {"xla_flags": GIVEN_FLAGS} if GIVEN_FLAGS else {}
 
     def report(case: dict, facts: dict):
         results.append(facts["result"])
@@ -232,7 +246,8 @@ def main() -> int:
     if args.steps is not None:
         for name, kind, num_blocks in itertools.product(args.models, args.kinds, args.blocks):
             case = {"model": name, "step": kind, "layers": args.steps or MODELS[name].num_layers, "blocks": num_blocks}
-            report(case, compile_step(target, MODELS[name], kind, args.steps, num_blocks) | kernel_facts())
+            facts = compile_step(target, MODELS[name], kind, args.steps, num_blocks)
+            report(case, facts | (kernel_facts() | thunk_facts() if facts["result"] == "compiled" else {}))
     shutil.rmtree(DUMPS)
     print(json.dumps({"compiled": results.count("compiled"), "refused": results.count("refused"), "skipped": 0}))
     return 0 if "refused" not in results else 1

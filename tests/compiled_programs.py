@@ -18,13 +18,13 @@ def need(package: str, mark: str, how: str, config: pytest.Config):
         (pytest.fail if mark in config.option.markexpr else pytest.skip)(f"{package} is not installed ({how})")
 
 
-def compiled(program: tuple[str, ...], target: str, *arguments: str) -> list[dict]:
+def compiled(program: tuple[str, ...], target: str, *arguments: str, xla_flags: str = "") -> list[dict]:
     """The program's lines, in a process of its own: a compiler's failed check ends the process.
 
-    All programs are compiled, and none is skipped.
+    All programs are compiled, and none is skipped. `xla_flags`: what XLA is told beyond its defaults.
     """
     command = [sys.executable, *program, target, *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = os.environ | {"XLA_FLAGS": xla_flags}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "scripts")))
     process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     lines = [json.loads(line) for line in process.stdout.splitlines()]

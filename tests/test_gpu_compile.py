@@ -16,6 +16,8 @@ KERNEL_TARGETS = ["a100", "l4", "h200", "b200"]
 QUICK_STEPS, ALL_STEPS = ["h200"], ["t4", *KERNEL_TARGETS]
 QUICK_KERNELS = ["a100", "h200"]
 NUM_BLOCKS = (15000, 60000)
+MOST_LAUNCHES = 13
+"""Kernels of a layer."""
 MOST_SPILLED = 64
 """Bytes of a thread that may leave the registers in prompts, and in float32, which is for comparisons."""
 
@@ -66,6 +68,25 @@ def test_whole_steps_update_the_pool_in_place_and_copy_neither_it_nor_weights(st
             has_kernels = step_target != "t4" and case["step"] != "draw"
             assert ("paged_attention_kernel" in case["ptxas"]) == has_kernels, case
             assert case["kernels"] == 2 * len(case["ptxas"]), case
+            if has_kernels:
+                check_launches(case)
+
+
+def check_launches(case: dict):
+    """A layer is four products, attention and its merge, two writes, the rotation, two norms and what is added or
+    multiplied between; all layers are in one command buffer. For decodes the host waits between steps, not layers."""
+    thunks = case["thunks"]
+    assert len(thunks["layer"]) <= MOST_LAUNCHES and "kCopy" not in thunks["layer"], case
+    assert max(thunks["command_buffers"]) >= case["layers"] * len(thunks["layer"]), case
+    assert case["step"] == "decode" or (thunks["waits"] == [] and len(thunks["command_buffers"]) == 1), case
+
+
+def test_a_decode_step_is_one_command_buffer_where_loops_may_be_in_one():
+    """That is asked for by a flag. The host then waits for nothing, and launches once for all tokens of a call."""
+    options = ("--steps", "1", "--models", "TinyLlama-1.1B", "--kinds", "decode", "draw")
+    for case in compiled(SCRIPT, "h200", *options, xla_flags="--xla_gpu_enable_command_buffer=+WHILE"):
+        thunks = case["thunks"]
+        assert (len(thunks["command_buffers"]), thunks["waits"], thunks["outside"]) == (1, [], 0), case
 
 
 def is_in_place(case: dict) -> bool:

@@ -27,9 +27,11 @@ from pallas_kernels.tpu.layout import pack, unpack
 from ragged import SCALE, make_batch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-from check_tpu_attention import STATIC, attend, cases, compare, error_in
+from check_attention import cases, compare, compiled, error_in, kernel_of
 
 pytestmark = pytest.mark.interpret
+
+attend = compiled("pallas_tpu")
 
 INTERPRETER = pltpu.InterpretParams(
     detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise", dma_execution_mode="on_wait"
@@ -48,7 +50,7 @@ def interpreted(function, *arguments, **options):
 
 def check(batch, **options):
     """Output and pool are the oracle's, and there is no race."""
-    _, has_races = interpreted(compare, batch, **options)
+    _, has_races = interpreted(compare, "pallas_tpu", batch, **options)
     assert not has_races
 
 
@@ -89,13 +91,13 @@ def test_prompt_chunks_and_decodes_together_match_the_oracle(lengths, seed):
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        chosen = cases("pairs" if metafunc.config.getoption("every_mode") else "once")
+        chosen = cases("pallas_tpu", "pairs" if metafunc.config.getoption("every_mode") else "once")
         metafunc.parametrize(("seed", "case"), list(enumerate(chosen)), ids=[str(list(c.values())) for c in chosen])
 
 
 def test_each_kind_of_heads_block_dtype_and_mask_matches_the_oracle(case, seed):
     """Each value of each axis, or each pair of them; several tiles and chunks, with the sizes chosen by default."""
-    _, has_races = interpreted(error_in, case, seed)
+    _, has_races = interpreted(error_in, "pallas_tpu", case, seed)
     assert not has_races
 
 
@@ -120,7 +122,7 @@ def mutated(fault: str):
         source = source.replace(old, new)
     module = types.ModuleType("mutated")
     exec(compile(source, "mutated", "exec"), module.__dict__)
-    return jax.jit(module.paged_attention, static_argnames=STATIC)
+    return jax.jit(module.paged_attention, static_argnames=kernel_of("pallas_tpu").static)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
