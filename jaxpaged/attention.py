@@ -41,7 +41,8 @@ def paged_attention(
             attend = _over_kv_heads(attend, PartitionSpec(None, "tensor"))
         case _:
             raise ValueError(f"attention_backend={backend!r} is not known: xla, pallas_tpu or pallas_gpu")
-    return attend(q_tnh, k_tkh, v_tkh, kv, query_start_b1, context_len_b, page_table_bp, num_requests)
+    with jax.named_scope("paged_attention"):
+        return attend(q_tnh, k_tkh, v_tkh, kv, query_start_b1, context_len_b, page_table_bp, num_requests)
 
 
 def _over_kv_heads(attend: Callable, pool: PartitionSpec) -> Callable:
