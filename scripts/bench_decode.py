@@ -168,13 +168,15 @@ def main() -> int:
 
         compile_steps(engine, args.requests)
         report(fill(engine, prompts, rates))
+        step_ms = {}
         for num_requests in args.requests:
-            work = workload(prompts[:num_requests], args.new_tokens)
-            line = decode(engine, work, args.repeat, rates)
+            line = decode(engine, workload(prompts[:num_requests], args.new_tokens), args.repeat, rates)
+            step_ms[num_requests] = line["step_ms"]
             report(line)
-            if args.timeline:
-                ms = timeline_ms(engine, work, line["step_ms"])
-                report({"requests": num_requests, "context": line["context"], "timeline_ms": ms})
+        for num_requests in args.requests if args.timeline else ():  # after all that a trace is not needed for
+            work = workload(prompts[:num_requests], args.new_tokens)
+            ms = timeline_ms(engine, work, step_ms[num_requests])
+            report({"requests": num_requests, "timeline_ms": ms})
     return 0
 
 

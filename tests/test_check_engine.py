@@ -36,7 +36,11 @@ def run(capsys, *arguments):
     return status, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize("weights", ["auto", "dummy"])
+def pytest_generate_tests(metafunc):
+    if "weights" in metafunc.fixturenames:
+        metafunc.parametrize("weights", ["dummy", "auto"] if metafunc.config.getoption("every_mode") else ["dummy"])
+
+
 def test_what_is_not_quite_right_is_found(weights, wrong_kernel, capsys):
     status, lines = run(capsys, "--load-format", weights)
     assert status == 1

@@ -16,8 +16,8 @@ KERNEL_TARGETS = ["a100", "l4", "h200", "b200"]
 QUICK_STEPS, ALL_STEPS = ["h200"], ["t4", *KERNEL_TARGETS]
 QUICK_KERNELS = ["a100", "h200"]
 NUM_BLOCKS = (15000, 60000)
-MOST_LAUNCHES = 13
-"""Kernels of a layer."""
+MOST_LAUNCHES = 15
+"""Kernels of a layer: 13 for an H200, one or two more where less is fused."""
 MOST_SPILLED = 64
 """Bytes of a thread that may leave the registers in prompts, and in float32, which is for comparisons."""
 
@@ -73,7 +73,7 @@ def test_whole_steps_update_the_pool_in_place_and_copy_neither_it_nor_weights(st
 
 
 def check_launches(case: dict):
-    """A layer is four products, attention and its merge, two writes, the rotation, two norms and what is added or
+    """A layer is four products, attention and its merge, two writes, the rotation, two norms, and what is added or
     multiplied between; all layers are in one command buffer. For decodes the host waits between steps, not layers."""
     thunks = case["thunks"]
     assert len(thunks["layer"]) <= MOST_LAUNCHES and "kCopy" not in thunks["layer"], case

@@ -1,0 +1,51 @@
+"""scripts/bench_decode.py: what it takes as the floor of a step is arithmetic, and it times decodes alone.
+
+That it runs is tested with gpu_check.sh.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+import tiny
+from jaxpaged.checkpoints import load_weights, open_model
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import bench_decode
+from bench_attention import Rates
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_step_reads_all_weights_but_embeddings_that_are_no_head_and_the_contexts(is_tied):
+    source = open_model(tiny.model_directory(), "dummy")
+    model = replace(source.config, tie_word_embeddings=is_tied)
+    weights = load_weights(replace(source, config=model), "float32")
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    per_token = 2 * model.num_kv_heads * model.head_dim * 4 * model.num_layers
+    report = SimpleNamespace(weights=nbytes, bytes_per_token=per_token)
+    engine = SimpleNamespace(model_config=model, memory_report=lambda: report)
+    head = weights.embed_vd if is_tied else weights.head_vd
+    read = sum(leaf.nbytes for leaf in jax.tree.leaves((weights.layers, weights.final_norm_d, head)))
+    assert bench_decode.step_bytes(engine, 3, 10) == read + 30 * per_token
+    layers = sum(leaf.size for leaf in jax.tree.leaves((weights.layers, weights.final_norm_d)))
+    assert bench_decode.num_multiplied(engine) == layers
+
+
+def test_prompts_are_found_again_but_for_their_last_token():
+    prompts = bench_decode.make_prompts(2, context=100, new_tokens=30, block_size=16, vocab_size=50)
+    assert [len(prompt) for prompt in prompts] == [65, 65]
+    assert prompts[0] != prompts[1] and max(map(max, prompts)) < 50
+
+
+def test_prompts_that_are_not_found_again_are_an_error_and_not_timed_with_decodes(monkeypatch):
+    steps = [
+        {"num_prefill_tokens": 2, "num_prefill_requests": 2},
+        {"num_prefill_tokens": 65, "num_prefill_requests": 2},
+    ]
+    monkeypatch.setattr(bench_decode, "replay", lambda engine, work: ({}, steps))
+    with pytest.raises(RuntimeError, match="not found in the prefix cache"):
+        bench_decode.decode(None, bench_decode.workload([[1] * 65] * 2, 16), 1, Rates(copy=1e9, matmul=1e9))
