@@ -20,8 +20,8 @@ read -ra backends <<< "${BACKENDS:-pallas_gpu}"
 
 if [ "$is_small" = 1 ]; then
     numerics=(--cases once --first 1 --interpret)
-    tokens=(--max-tokens 8 --first 2) bf16=(--dtype float32)
-    random=("$model" --max-tokens 8 --first 2)
+    tokens=(--max-tokens 16 --first 1) bf16=(--dtype float32)
+    random=("$model" --max-tokens 16 --first 1)
     sizes=(--interpret gpu --heads 4x2 --head-dim 64 --dtype float32 --repeat 1 --calls 1 --rate-size 4)
     decode_attention=("${sizes[@]}" --decode 2x40)
     prefill_attention=("${sizes[@]}" --prefill 1x20@30)

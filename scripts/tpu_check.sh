@@ -17,7 +17,7 @@ default_folder=tpu_check
 
 if [ "$is_small" = 1 ]; then
     numerics=(--backends pallas_tpu --cases once --first 1 --interpret)
-    tokens=(--max-tokens 8 --first 2)
+    tokens=(--max-tokens 16 --first 1)
     attention=(--interpret tpu --heads 4x2 --head-dim 64 --dtype float32 --decode 2x40 --repeat 1 --calls 1 --rate-size 4)
     step=(--decode 2x20 --repeat 1)
     echo '{"prompt_token_ids": [[5, 6, 7]], "max_tokens": [4], "temperature": 0, "ignore_eos": true}' |

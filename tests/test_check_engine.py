@@ -32,7 +32,7 @@ def wrong_kernel(monkeypatch):
 
 
 def run(capsys, *arguments):
-    status = check_engine.main(["--model", tiny.model_directory(), "--first", "2", "--max-tokens", "6", *arguments])
+    status = check_engine.main(["--model", tiny.model_directory(), "--first", "1", "--max-tokens", "3", *arguments])
     return status, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 

@@ -1,5 +1,5 @@
 """scripts/tpu_check.sh and gpu_check.sh, in small on a CPU: their stages run, say how they ended, and what they printed
-stays. What they share is tried on one of them."""
+stays. By default the one for GPUs: they share most."""
 
 import json
 import os
@@ -38,8 +38,13 @@ def lines_of(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("device", STAGES)
-def test_each_stage_runs_in_order_says_how_it_ended_and_a_table_is_last(device, tmp_path):
+def pytest_generate_tests(metafunc):
+    if "run_device" in metafunc.fixturenames:
+        metafunc.parametrize("run_device", list(STAGES) if metafunc.config.getoption("every_mode") else ["gpu"])
+
+
+def test_each_stage_runs_in_order_says_how_it_ended_and_a_table_is_last(run_device, tmp_path):
+    device = run_device
     process = started(device, tmp_path, "--small")
     printed, errors = process.communicate()
     assert process.returncode == 0, errors
