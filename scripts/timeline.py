@@ -13,6 +13,7 @@ step that is not traced takes beyond its work, not what lies between the events 
 
 import re
 import tempfile
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -57,8 +58,11 @@ def seconds_by_kind(data: ProfileData, programs: Iterable[str]) -> dict[str, flo
     `programs`: texts of the compiled programs in the trace. ValueError where it has none of their instructions.
     """
     kinds = {name: kind for hlo in programs for name, kind in kinds_of(hlo).items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of jaxlib's own types, which are made as they are used
+        events = list(_events(data))
     spans: dict[str, list[Span]] = defaultdict(list)
-    for name, span in _events(data):
+    for name, span in events:
         if (kind := kinds.get(name)) is not None:
             spans[kind].append(span)
             spans["busy"].append(span)

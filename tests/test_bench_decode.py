@@ -49,3 +49,9 @@ def test_prompts_that_are_not_found_again_are_an_error_and_not_timed_with_decode
     monkeypatch.setattr(bench_decode, "replay", lambda engine, work: ({}, steps))
     with pytest.raises(RuntimeError, match="not found in the prefix cache"):
         bench_decode.decode(None, bench_decode.workload([[1] * 65] * 2, 16), 1, Rates(copy=1e9, matmul=1e9))
+
+
+@pytest.mark.parametrize(("name", "billions"), [("TinyLlama-1.1B", 1.10), ("Llama-3.1-8B", 8.03)])
+def test_the_shapes_of_models_are_those_of_their_names(name, billions):
+    model = open_model(Path(bench_decode.__file__).parent / "models" / name, "dummy").config
+    assert model.num_parameters / 1e9 == pytest.approx(billions, abs=0.005)

@@ -98,7 +98,8 @@ def test_no_stage_is_given_more_than_what_is_left_of_the_time(device, tmp_path):
     """The total is below what is promised, and stages get no more than the rest of it."""
     script = (SCRIPTS / f"{device}_check.sh").read_text()
     total_s = int(re.search(r"^total_s=(\d+)$", script, re.MULTILINE)[1])
-    assert total_s + 10 <= LIMIT_S[device]  # ten seconds for the table, and what has to be killed
+    # The rest is for the table, what has to be killed, and a second for each stage that comes too late.
+    assert total_s + 30 <= LIMIT_S[device]
     copy = tmp_path / "scripts"
     copy.mkdir()
     (copy / "some_check.sh").write_text(
