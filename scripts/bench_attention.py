@@ -16,10 +16,10 @@ kernel, where it has one. All backends of a shape take turns, and of each the fa
   copy_gb_s, matmul_tflop_s   measured before: arrays of `--rate-size` MB read and written; a product of square matrices
 
 A shape that does not fit the device's memory, and what a backend refuses, has a line with "error" instead. A table
-follows on stderr. The exit status is 0 where all shapes were timed.
+follows on stderr. The exit status is 0 where nothing was refused.
 
 `--interpret tpu` or `gpu` runs kernels for that in the interpreter, which shows that this script works, and nothing
-about speed. `--limit-s` ends it after so many seconds, with the table of what was timed by then.
+about speed. With `--limit-s` no shape is begun after so many seconds; those that are left have a line, "not_timed".
 """
 
 import argparse
@@ -336,8 +336,7 @@ def main() -> int:
                 lines.append(line | where)
                 print(json.dumps(lines[-1]), flush=True)
     print(table(lines), file=sys.stderr)
-    is_complete = len(lines) == len(shapes) * len(backends)
-    return 0 if is_complete and not any("error" in line for line in lines) else 1
+    return 1 if any("error" in line for line in lines) else 0
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def test_each_shape_is_timed_with_the_xla_form_and_with_the_interpreted_kernel()
 def test_no_shape_is_begun_after_the_limit_and_what_is_left_is_named():
     process, lines = bench("--decode", "2x40", "2x41", "--backends", "xla", "--limit-s", "0")
     assert lines == [{"not_timed": ["2x40", "2x41"]}]
-    assert process.returncode == 1
+    assert process.returncode == 0
 
 
 def test_a_backend_that_cannot_run_has_a_line_that_says_so_and_the_others_are_timed():
