@@ -3,7 +3,8 @@
     pip install '.[test]' && pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
     python scripts/compile_for_gpu.py h200 --kernels pairs --steps 2
 
-Targets: t4, a100, l4, h100, h200, b200. Nothing is run.
+Targets: t4, a100, l4, h100, h200, b200. Nothing is run. `--backend mosaic_gpu` (h100 and h200): with the kernel for
+decodes that is theirs alone.
 `--kernels`: attention alone; `once`: each value of each axis at least once, `pairs`: each pair of values of two axes.
 `--steps LAYERS`: whole decode and prefill steps of the models at their full widths with so many layers (0: all of
 them); `--models` and `--kinds` name some. `--blocks` are the sizes of their pools.
@@ -47,12 +48,15 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, 
 from thunks import launches, read_thunks
 
 from jaxpaged.runner import compiler_options
+from pallas_kernels.gpu import mosaic_decode
 from pallas_kernels.gpu.layout import HeadMajorKV
 from pallas_kernels.gpu.paged_attention import merge_splits_kernel, paged_attention, paged_attention_kernel
 
 GIVEN_FLAGS = os.environ["XLA_FLAGS"].partition(" --xla_gpu_autotune_level")[0]
 DUMPS = Path(os.environ["XLA_FLAGS"].partition("--xla_dump_to=")[2])
-"""Where XLA leaves the PTX of what it compiles, of each kernel in a file, and what it will launch in which order."""
+"""Where XLA and Mosaic leave the PTX of what they compile, of each kernel in a file, and what XLA will launch in which
+order."""
+os.environ["MOSAIC_GPU_DUMP_TO"] = str(DUMPS)
 
 SHAPES = {
     "decode of 64": (64, 64),
@@ -73,7 +77,21 @@ AXES = {
 }
 """What the kernels are compiled for. `heads`: query and KV heads."""
 
-KERNELS = (paged_attention_kernel.__name__, merge_splits_kernel.__name__)
+MOSAIC_AXES = {
+    "heads": [(32, 8), (32, 4), (8, 1), (16, 16), (9, 3)],
+    "head_dim": [128, 64, 256],
+    "block_size": [16, 32, 64],
+    "dtype": ["bfloat16", "float16"],
+    "kv_dtype": ["as dtype"],
+    "mask": AXES["mask"],
+    "shape": ["decode of 64", "decode of 2"],
+}
+"""The same of the kernel for decodes on Mosaic GPU."""
+
+KERNELS = (
+    paged_attention_kernel.__name__, merge_splits_kernel.__name__, f"{mosaic_decode.decode_kernel.__name__}_mosaic_gpu_kernel"
+)  # fmt: skip
+INSTRUCTIONS = r"\b(?:wgmma|mma\.sync|tcgen05\.mma|cp\.async\.bulk\.tensor|cp\.async)\b"
 
 
 class Gpu(NamedTuple):
@@ -126,12 +144,12 @@ def target_config(gpu: Gpu) -> str:
 class Target:
     """A kind of GPU, one of it."""
 
-    custom_call, num_devices, pool_axis = "__gpu$xla.gpu.triton", 1, 1
+    custom_calls, num_devices, pool_axis = r'"__gpu\$xla\.gpu\.triton"|"mosaic_gpu_v2"', 1, 1
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, backend: str = "pallas_gpu"):
         gpu = GPUS[name]
         self.compute_capability = gpu.compute_capability
-        self.backend, self.dtype = ("pallas_gpu", "bfloat16") if self.has_kernels else ("xla", "float16")
+        self.backend, self.dtype = (backend, "bfloat16") if self.has_kernels else ("xla", "float16")
         topology = topologies.get_topology_desc(
             platform="cuda", topology_name="", target_config=target_config(gpu), topology="1x1x1"
         )
@@ -170,20 +188,27 @@ def kernel_facts() -> dict:
         source = file.read_text()
         if not any(f".entry {kernel}" in source for kernel in KERNELS):
             continue
-        arch = re.search(r"^\.target (sm_\w+)", source, re.MULTILINE)
-        assert arch is not None
-        command = [ptxas(), f"-arch={arch[1]}", "-v", str(file), "-o", os.devnull]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        entries = re.findall(r"entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers", report, re.S)
+        # Mosaic writes what ptxas said as well. The PTX is too new for the wheel's.
+        report = file.with_suffix(".ptxas")
+        text = report.read_text() if report.exists() else ptxas_report(file, source)
+        entries = re.findall(r"entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers", text, re.S)
         for kernel, spilled, registers in entries:
             if kernel in KERNELS:
                 old = facts.get(kernel, {"registers": 0, "spilled_bytes": 0})
                 facts[kernel] = {
                     "registers": max(old["registers"], int(registers)),
                     "spilled_bytes": max(old["spilled_bytes"], int(spilled)),
-                    "instructions": sorted(set(re.findall(r"\b(?:wgmma|mma\.sync|tcgen05\.mma|cp\.async)\b", source))),
+                    "instructions": sorted(set(re.findall(INSTRUCTIONS, source))),
                 }
     return {"ptxas": facts}
+
+
+def ptxas_report(file: Path, source: str) -> str:
+    """What the nvcc wheel's ptxas says of a file of PTX."""
+    arch = re.search(r"^\.target (sm_\w+)", source, re.MULTILINE)
+    assert arch is not None
+    command = [ptxas(), f"-arch={arch[1]}", "-v", str(file), "-o", os.devnull]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def ptxas() -> str:
@@ -195,7 +220,8 @@ def ptxas() -> str:
 def kernel_cases(target: Target, which: str) -> list[dict]:
     """Cases of attention, without fp8 K and V before compute capability 8.9, which does not know them."""
     has_fp8 = target.compute_capability >= (8, 9)
-    cases = covering(AXES, 1 if which == "once" else 2, lambda case: has_fp8 or case.get("kv_dtype") != "float8_e4m3fn")
+    axes = MOSAIC_AXES if target.backend == "mosaic_gpu" else AXES
+    cases = covering(axes, 1 if which == "once" else 2, lambda case: has_fp8 or case.get("kv_dtype") != "float8_e4m3fn")
     return [case | ({"kv_dtype": case["dtype"]} if case["kv_dtype"] == "as dtype" else {}) for case in cases]
 
 
@@ -204,13 +230,14 @@ def compile_kernel(target: Target, case: dict) -> dict:
     (n, k), h, s = case["heads"], case["head_dim"], case["block_size"]
     t, b = SHAPES[case["shape"]]
     dtype, kv_dtype = jnp.dtype(case["dtype"]), jnp.dtype(case["kv_dtype"])
-    options = {"is_decode": t == b, "scale": h**-0.5}
+    attention = mosaic_decode.paged_attention if target.backend == "mosaic_gpu" else paged_attention
+    options = {"scale": h**-0.5} | ({} if target.backend == "mosaic_gpu" else {"is_decode": t == b})
     options |= {"sliding_window": 300} if "window" in case["mask"] else {}
     options |= {"soft_cap": 30.0} if "soft cap" in case["mask"] else {}
 
     def attend(q, k_new, v_new, kv, starts, contexts, table, num_requests, scale_k):
         scales = {} if kv_dtype == dtype else {"k_scale_k": scale_k, "v_scale_k": scale_k}
-        return paged_attention(q, k_new, v_new, kv, starts, contexts, table, num_requests, **scales, **options)
+        return attention(q, k_new, v_new, kv, starts, contexts, table, num_requests, **scales, **options)
 
     pool = jax.ShapeDtypeStruct((32768 // s, k, s, h), kv_dtype)
     floats = [jax.ShapeDtypeStruct((t, heads, h), dtype) for heads in (n, k, k)]
@@ -224,13 +251,16 @@ def compile_kernel(target: Target, case: dict) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", choices=list(GPUS))
+    parser.add_argument("--backend", choices=("pallas_gpu", "mosaic_gpu"), default="pallas_gpu")
     parser.add_argument("--kernels", choices=("once", "pairs"))
     parser.add_argument("--steps", type=int, metavar="LAYERS")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
     parser.add_argument("--blocks", type=int, nargs="*", default=[4000])
     args = parser.parse_args()
-    target, results = Target(args.target), []
+    target, results = Target(args.target, args.backend), []
+    if args.backend == "mosaic_gpu" and target.compute_capability != (9, 0):
+        parser.error(f"--backend mosaic_gpu compiles for compute capability 9.0 alone, which {args.target} has not")
     if args.kernels and not target.has_kernels:
         parser.error(f"{args.target} is older than the kernels; give --steps alone")
     packages = ("jax", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
@@ -239,7 +269,7 @@ def main() -> int:
 
     def report(case: dict, facts: dict):
         results.append(facts["result"])
-        print(json.dumps({"target": args.target, **case, **facts, **versions}), flush=True)
+        print(json.dumps({"target": args.target, "backend": target.backend, **case, **facts, **versions}), flush=True)
 
     if args.kernels:
         for case in kernel_cases(target, args.kernels):

@@ -24,6 +24,7 @@ two within the kernels.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,8 @@ from pallas_kernels.gpu import triton
 from pallas_kernels.gpu.layout import HeadMajorKV
 from pallas_kernels.xla import request_of_token, slot_of_token, write
 
-_MASKED = -1e30
-_LOG2_E = math.log2(math.e)
+MASKED = -1e30
+LOG2_E = math.log2(math.e)
 _FEWEST_ROWS = 16
 _CHUNK_BYTES = 2**15
 _PROGRAMS_TO_FILL = 512
@@ -72,22 +73,18 @@ def paged_attention(
     """
     (t, n, h), (b, k) = q_tnh.shape, (context_len_b.shape[0], k_tkh.shape[1])
     _check_offsets(kv)
-    query_len_b = query_start_b1[1:] - query_start_b1[:-1]
-    is_there_b = (jnp.arange(b) < num_requests) & (context_len_b > 0)
-    live_len_b = jnp.where(is_there_b, context_len_b, 0)
-    request_t = jnp.arange(t) if is_decode else request_of_token(query_start_b1, t)
-    written_len_b = jnp.where(is_there_b, query_len_b, 0)
-    slots = slot_of_token(request_t, query_start_b1, written_len_b, context_len_b, page_table_bp, kv)
-    # Else each of the scatters computes them again, for each element that it writes.
-    kv = write(kv, k_tkh, v_tkh, *lax.optimization_barrier(slots), k_scale_k=k_scale_k, v_scale_k=v_scale_k)
-
+    kv, live_len_b = write_new(
+        k_tkh, v_tkh, kv, query_start_b1, context_len_b, page_table_bp, num_requests,
+        k_scale_k=k_scale_k, v_scale_k=v_scale_k, is_decode=is_decode,
+    )  # fmt: skip
     group, width = n // k, pl.next_power_of_2(h)
     num_rows = num_rows or _choose_rows(t, b, group, width, q_tnh.dtype, kv.k.dtype, is_decode)
     chunk = chunk or _choose_chunk(width, q_tnh.dtype)
     if is_decode:
         token_b = jnp.arange(b)
         plan_4i = jnp.stack([token_b, token_b, token_b + 1, live_len_b])
-        num_splits = num_splits or _choose_splits(b * k, page_table_bp.shape[1] * kv.k.shape[2] // chunk)
+        most_chunks = page_table_bp.shape[1] * kv.k.shape[2] // chunk
+        num_splits = num_splits or choose_splits(b * k, most_chunks, _PROGRAMS_TO_FILL)
     else:
         plan_4i, num_splits = _plan_tiles(query_start_b1, live_len_b, num_requests, t, num_rows // group), 1
     ones_k = jnp.ones(k, jnp.float32)
@@ -97,6 +94,22 @@ def paged_attention(
         num_rows=num_rows, chunk=chunk, sliding_window=sliding_window, soft_cap=soft_cap,
     )  # fmt: skip
     return out_tnh, kv
+
+
+def write_new(
+    k_tkh, v_tkh, kv: HeadMajorKV, query_start_b1, context_len_b, page_table_bp, num_requests,
+    *, is_decode: bool, k_scale_k=None, v_scale_k=None,
+) -> tuple[HeadMajorKV, jax.Array]:  # fmt: skip
+    """The pool with the new K and V, and how many keys each request has, 0 where it is not there [b]."""
+    query_len_b = query_start_b1[1:] - query_start_b1[:-1]
+    is_there_b = (jnp.arange(context_len_b.shape[0]) < num_requests) & (context_len_b > 0)
+    t = k_tkh.shape[0]
+    request_t = jnp.arange(t) if is_decode else request_of_token(query_start_b1, t)
+    written_len_b = jnp.where(is_there_b, query_len_b, 0)
+    slots = slot_of_token(request_t, query_start_b1, written_len_b, context_len_b, page_table_bp, kv)
+    # Else each of the scatters computes them again, for each element that it writes.
+    kv = write(kv, k_tkh, v_tkh, *lax.optimization_barrier(slots), k_scale_k=k_scale_k, v_scale_k=v_scale_k)
+    return kv, jnp.where(is_there_b, context_len_b, 0)
 
 
 def _attend(plan_4i, page_table_bp, scale_2k, q_tnh, kv: HeadMajorKV, num_splits: int, **static) -> jax.Array:
@@ -112,7 +125,8 @@ def _attend(plan_4i, page_table_bp, scale_2k, q_tnh, kv: HeadMajorKV, num_splits
     )  # fmt: skip
     if num_splits == 1:
         return outs[0]
-    return triton.call(merge_splits_kernel, *outs, grid=(t, n), out_shape=out, num_warps=4)
+    part_xtnh, lse_xtn = outs
+    return merge_splits(part_xtnh, lse_xtn.reshape(num_splits, t, num_kv_heads, n // num_kv_heads), q_tnh.dtype)
 
 
 def _check_offsets(kv: HeadMajorKV):
@@ -145,9 +159,9 @@ def _launch_sizes(num_rows: int, width: int, dtype, kv_dtype) -> dict[str, int]:
     return {"num_warps": 8 if is_large or is_float32 else 4, "num_stages": num_stages}
 
 
-def _choose_splits(num_programs: int, most_chunks: int) -> int:
+def choose_splits(num_programs: int, most_chunks: int, num_to_fill: int) -> int:
     """Into how many parts the keys of a request are split, a power of two: as many as fill the GPU."""
-    wanted = min(_PROGRAMS_TO_FILL // num_programs, most_chunks, _MOST_SPLITS)
+    wanted = min(num_to_fill // num_programs, most_chunks, _MOST_SPLITS)
     return 1 << max(wanted.bit_length() - 1, 0)
 
 
@@ -185,7 +199,7 @@ def paged_attention_kernel(
     place_rh = (token_r[:, None], n_r[:, None], d_h[None, :])
     q_rh = triton.load(q_tnh, place_rh, mask_rh)
     position_r1 = (num_keys - stop + token_r)[:, None]
-    k_scale, v_scale = scale_2k[0, head] * (_LOG2_E if soft_cap is None else 1.0), scale_2k[1, head]
+    k_scale, v_scale = scale_2k[0, head] * (LOG2_E if soft_cap is None else 1.0), scale_2k[1, head]
     dot = functools.partial(
         lax.dot_general,
         preferred_element_type=jnp.float32,
@@ -198,12 +212,12 @@ def paged_attention_kernel(
         k_ch, v_ch = _gather(table_bp, (k_pksh, v_pksh), request, head, position_c, num_keys, d_h, q_rh.dtype)
         score_rc = dot(q_rh, k_ch, (((1,), (1,)), ((), ()))) * k_scale
         if soft_cap is not None:
-            score_rc = (soft_cap * _LOG2_E) * jnp.tanh(score_rc / soft_cap)
+            score_rc = (soft_cap * LOG2_E) * jnp.tanh(score_rc / soft_cap)
         distance_rc = position_r1 - position_c[None, :]
         visible_rc = distance_rc >= 0
         if sliding_window is not None:
             visible_rc &= distance_rc < sliding_window
-        score_rc = jnp.where(visible_rc, score_rc, _MASKED)
+        score_rc = jnp.where(visible_rc, score_rc, MASKED)
         new_max_r = jnp.maximum(max_r, score_rc.max(1))
         weight_rc, decay_r = jnp.exp2(score_rc - new_max_r[:, None]), jnp.exp2(max_r - new_max_r)
         value_rh = dot(weight_rc.astype(q_rh.dtype), v_ch, (((1,), (0,)), ((), ())))
@@ -216,14 +230,14 @@ def paged_attention_kernel(
     num_splits = 1 if not lse_ref else out_ref.shape[0]
     per_split = lax.div(end - first + (num_splits - 1), num_splits)
     first = first + split * per_split
-    carry = (jnp.full(num_rows, _MASKED), jnp.zeros(num_rows), jnp.zeros((num_rows, width)))
+    carry = (jnp.full(num_rows, MASKED), jnp.zeros(num_rows), jnp.zeros((num_rows, width)))
     max_r, sum_r, acc_rh = lax.fori_loop(first, jnp.minimum(first + per_split, end), attend, carry)
     out_rh = acc_rh * (v_scale / jnp.where(sum_r > 0, sum_r, 1.0))[:, None]
     if not lse_ref:
         triton.store(out_ref, place_rh, out_rh, mask_rh)
     else:
         triton.store(out_ref, (split, *place_rh), out_rh, mask_rh)
-        lse_r = jnp.where(sum_r > 0, max_r + jnp.log(jnp.where(sum_r > 0, sum_r, 1.0)) * _LOG2_E, _MASKED)
+        lse_r = jnp.where(sum_r > 0, max_r + jnp.log(jnp.where(sum_r > 0, sum_r, 1.0)) * LOG2_E, MASKED)
         triton.store(lse_ref[0], (split, token_r, n_r), lse_r, token_r < stop)
 
 
@@ -238,13 +252,20 @@ def _gather(table_bp, pools, request, head, position_c, num_keys, d_h, dtype) ->
     return [triton.load(pool, place_ch, mask_ch, dtype) for pool in pools]
 
 
-def merge_splits_kernel(part_xtnh, lse_xtn, out_tnh):
-    """One token's output for one query head over all keys, from those over each split's own keys and the log2 of the
-    sums of their weights."""
+def merge_splits(part_xtnh: jax.Array, lse_xtkr: jax.Array, dtype: Any) -> jax.Array:
+    """The outputs over all keys [t, n, h] in `dtype`, from those over each split's own keys and the log2 of the sums of
+    their weights. Rows of `lse_xtkr` beyond the query heads of a KV head mean nothing."""
+    out = jax.ShapeDtypeStruct(part_xtnh.shape[1:], dtype)
+    return triton.call(merge_splits_kernel, part_xtnh, lse_xtkr, grid=out.shape[:2], out_shape=out, num_warps=4)
+
+
+def merge_splits_kernel(part_xtnh, lse_xtkr, out_tnh):
+    """`merge_splits` for one token and query head."""
     t, n = pl.program_id(0), pl.program_id(1)
-    num_splits, _, _, h = part_xtnh.shape
+    num_splits, _, num_heads, h = part_xtnh.shape
+    group = num_heads // lse_xtkr.shape[2]
     x, d_h = lax.iota(jnp.int32, num_splits), lax.iota(jnp.int32, pl.next_power_of_2(h))
-    lse_x = triton.load(lse_xtn, (x, t, n), x < num_splits)
+    lse_x = triton.load(lse_xtkr, (x, t, lax.div(n, group), lax.rem(n, group)), x < num_splits)
     mask_xh = (x < num_splits)[:, None] & (d_h < h)[None, :]
     part_xh = triton.load(part_xtnh, (x[:, None], t, n, d_h[None, :]), mask_xh)
     weight_x = jnp.exp2(lse_x - lse_x.max(0))
