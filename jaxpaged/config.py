@@ -16,6 +16,9 @@ _TPU_LEAST_BLOCK_SIZE = 16
 """Tokens of 16 bits in a memory tile of a TPU, which the kernel writes whole."""
 _TPU_PAGE_TABLE_BYTES = 2**19
 """What a step's page table may take of a TPU's 1 MiB of scalar memory."""
+_AUTO_TAKES_MOSAIC_GPU = False
+"""Whether "auto" takes mosaic_gpu where it can be used. Changed only together with a record in scripts/results/ of that
+kernel being right on hardware."""
 _GPU_LARGEST_HEAD_DIM = 256
 """Beyond, a tile's queries and values are more than a multiprocessor's registers hold."""
 
@@ -106,6 +109,8 @@ class DeviceFacts:
     has_native_bf16: bool
     """Whether matrix products in bfloat16 run faster than in float32 here. On a GPU: compute capability 8.0 or newer,
     from which on there are Pallas kernels as well."""
+    compute_capability: float
+    """Of an NVIDIA GPU, for example 9.0 of an H200; 0: there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,9 +146,10 @@ class EngineConfig:
     kv_offloading_size: float = 0
     """Host memory for blocks that the prefix cache loses on the device, in GiB; they come back when they are hit."""
     attention_backend: str = "auto"
-    """xla, pallas_tpu or pallas_gpu; auto: pallas_tpu on a TPU, for models that it can be used for (num_kv_heads ×
-    head_dim a multiple of 64), pallas_gpu on a GPU of compute capability 8.0 or newer (head_dim up to 256); else xla,
-    and a line that says why."""
+    """xla, pallas_tpu, pallas_gpu or mosaic_gpu; auto: pallas_tpu on a TPU, for models that it can be used for
+    (num_kv_heads × head_dim a multiple of 64), pallas_gpu on a GPU of compute capability 8.0 or newer (head_dim up to
+    256); else xla, and a line that says why. mosaic_gpu, on an H100 or H200, is pallas_gpu with another kernel for
+    decodes, where that fits the model; a line says why where it does not."""
     load_format: str = "auto"
     """auto, safetensors, gguf, orbax, or dummy: random weights of the right shapes."""
     kv_cache_dtype: str = "auto"
@@ -222,9 +228,8 @@ class EngineConfig:
         _check_choice("warmup", self.warmup, ("auto", "lazy", "full", "strict"))
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(f"enable_prefix_caching={self.enable_prefix_caching!r} must be True or False")
-        if self.attention_backend == "mosaic_gpu":
-            raise ValueError(f"attention_backend={self.attention_backend!r} is not supported yet; use 'auto'")
-        _check_choice("attention_backend", self.attention_backend, ("auto", "xla", "pallas_tpu", "pallas_gpu"))
+        backends = ("auto", "xla", "pallas_tpu", "pallas_gpu", "mosaic_gpu")
+        _check_choice("attention_backend", self.attention_backend, backends)
         if self.kv_cache_dtype != "auto":
             raise ValueError(
                 f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported yet; K and V have the engine's dtype ('auto')"
@@ -255,17 +260,12 @@ def resolve(engine: EngineConfig, model: ModelConfig, device: DeviceFacts) -> En
         )
     backend = engine.attention_backend
     if backend == "auto":
-        kernel = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}.get(device.platform, "xla")
-        backend = "xla" if _why_no_kernel(model, device) else kernel
+        backend = _auto_backend(model, device)
     block_size = 16 if engine.block_size == "auto" else engine.block_size
     if backend == "pallas_tpu":
         block_size = _tpu_block_size(engine, model, device, dtype, max_model_len)
-    if backend == "pallas_gpu" and (device.platform != "gpu" or _why_no_kernel(model, device)):
-        reason = _why_no_kernel(model, device) or f"this is {device.kind} ({device.platform})"
-        raise ValueError(
-            "attention_backend='pallas_gpu' needs a GPU of compute capability 8.0 or newer and head_dim up to "
-            f"{_GPU_LARGEST_HEAD_DIM}, but {reason}; use 'auto'"
-        )
+    if backend in ("pallas_gpu", "mosaic_gpu"):
+        _check_gpu(backend, model, device)
     return replace(
         engine,
         dtype=dtype,
@@ -275,6 +275,39 @@ def resolve(engine: EngineConfig, model: ModelConfig, device: DeviceFacts) -> En
         warmup=("lazy" if device.platform == "cpu" else "full") if engine.warmup == "auto" else engine.warmup,
         max_logprobs=model.vocab_size if engine.max_logprobs == -1 else min(engine.max_logprobs, model.vocab_size),
     )
+
+
+def _auto_backend(model: ModelConfig, device: DeviceFacts) -> str:
+    """The device's own kernel, or xla where it has none for the model."""
+    if _why_no_kernel(model, device):
+        return "xla"
+    if device.platform == "gpu" and _AUTO_TAKES_MOSAIC_GPU and _why_no_mosaic(device) is None:
+        return "mosaic_gpu"
+    return {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}.get(device.platform, "xla")
+
+
+def _check_gpu(backend: str, model: ModelConfig, device: DeviceFacts):
+    """ValueError where the backend's kernels for GPUs cannot be used."""
+    reason = None if device.platform == "gpu" else f"this is {device.kind} ({device.platform})"
+    reason = reason or _why_no_kernel(model, device)
+    needed = "a GPU of compute capability 8.0 or newer"
+    if backend == "mosaic_gpu":
+        needed = "a GPU of compute capability 9.x (an H100 or H200), jax 0.11 or newer,"
+        reason = reason or _why_no_mosaic(device)
+    if reason:
+        raise ValueError(
+            f"attention_backend={backend!r} needs {needed} and head_dim up to {_GPU_LARGEST_HEAD_DIM}, but {reason}; "
+            "use 'auto'"
+        )
+
+
+def _why_no_mosaic(device: DeviceFacts) -> str | None:
+    """Why kernels on Mosaic GPU cannot be used on a GPU; None: they can."""
+    if not 9 <= device.compute_capability < 10:
+        return f"{device.kind} has compute capability {device.compute_capability}"
+    if tuple(map(int, device.jax_version.split(".")[:2])) < (0, 11):
+        return f"this is jax {device.jax_version}"
+    return None
 
 
 def _auto_dtype(model: ModelConfig, device: DeviceFacts) -> str:

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from jaxpaged import batch, memory
 from jaxpaged.adjustments import check_processors
+from jaxpaged.attention import decode_notice
 from jaxpaged.beam_search import BeamSearch, num_candidates
 from jaxpaged.checkpoints import ModelSource, load_weights, open_model
 from jaxpaged.completions import Completions
@@ -103,7 +104,8 @@ class Engine:
         config = resolve(given, source.config, facts)
         check_processors(config.logits_processors, source.config.vocab_size, has_counts=config.logits_processor_counts)
         host_warning = memory.check_host_memory(config, facts.host_memory)
-        for warning in (host_warning, attention_notice(given, source.config, facts)):
+        notices = (attention_notice(given, source.config, facts), decode_notice(config, source.config))
+        for warning in (host_warning, *notices):
             if warning:
                 logger.warning(warning)
         self._tokenizer = _load_tokenizer(tokenizer, source)

@@ -79,6 +79,7 @@ def device_facts() -> DeviceFacts:
         host_memory=memory.total,
         jax_version=jax.__version__,
         has_native_bf16=has_native_bf16,
+        compute_capability=capability,
     )
 
 

@@ -88,9 +88,7 @@ MOSAIC_AXES = {
 }
 """The same of the kernel for decodes on Mosaic GPU."""
 
-KERNELS = (
-    paged_attention_kernel.__name__, merge_splits_kernel.__name__, f"{mosaic_decode.decode_kernel.__name__}_mosaic_gpu_kernel"
-)  # fmt: skip
+KERNELS = (paged_attention_kernel.__name__, merge_splits_kernel.__name__, "decode_kernel_mosaic_gpu_kernel")
 INSTRUCTIONS = r"\b(?:wgmma|mma\.sync|tcgen05\.mma|cp\.async\.bulk\.tensor|cp\.async)\b"
 
 

@@ -85,7 +85,7 @@ def facts_of(name: str) -> DeviceFacts:
     return DeviceFacts(
         platform=device.platform, kind=name, num_cores=1, total_memory=device.memory,
         memory_limit=int(device.memory * device.usable), memory_in_use=0, host_memory=device.memory, jax_version="",
-        has_native_bf16=device.has_native_bf16,
+        has_native_bf16=device.has_native_bf16, compute_capability=0,
     )  # fmt: skip
 
 

@@ -28,10 +28,12 @@ CPU = DeviceFacts(
     host_memory=2**33,
     jax_version="0.0",
     has_native_bf16=False,
+    compute_capability=0,
 )
 TPU = replace(CPU, platform="tpu", kind="TPU v5e", has_native_bf16=True)
-AMPERE = replace(CPU, platform="gpu", has_native_bf16=True)
-TURING = replace(CPU, platform="gpu", kind="Tesla T4", has_native_bf16=False)
+AMPERE = replace(CPU, platform="gpu", kind="an A100", has_native_bf16=True, compute_capability=8.0)
+HOPPER = replace(AMPERE, kind="an H200", jax_version="0.11.2", compute_capability=9.0)
+TURING = replace(CPU, platform="gpu", kind="Tesla T4", has_native_bf16=False, compute_capability=7.5)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ TURING = replace(CPU, platform="gpu", kind="Tesla T4", has_native_bf16=False)
         ("kv_offloading_size", -1, "GiB, 0 or more"),
         ("kv_offloading_size", "much", "must be a number"),
         ("enable_prefix_caching", 1, "True or False"),
-        ("attention_backend", "flash", "'auto', 'xla', 'pallas_tpu', 'pallas_gpu'"),
+        ("attention_backend", "flash", "'auto', 'xla', 'pallas_tpu', 'pallas_gpu', 'mosaic_gpu'"),
         ("load_format", "pt", "'safetensors', 'gguf', 'orbax', 'dummy'"),
         ("quantization", "int4", "None, 'int8'"),
         ("max_logprobs", -2, "must be -1 or more"),
@@ -79,7 +81,6 @@ def test_a_wrong_setting_is_refused_by_name_with_its_value_and_what_is_legal(nam
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("attention_backend", "mosaic_gpu"),
         ("kv_cache_dtype", "fp8"),
         ("native_kernels", True),
         ("native_kernels", False),
@@ -259,3 +260,30 @@ def test_the_tpu_kernel_is_refused_elsewhere():
 def test_the_gpu_kernel_is_refused_where_it_cannot_be_used(model, device, reason):
     with pytest.raises(ValueError, match=f"compute capability 8.0 or newer.*, but {reason}; use 'auto'"):
         resolve(EngineConfig(attention_backend="pallas_gpu"), model, device)
+
+
+def test_auto_leaves_the_kernel_for_hopper_decodes_alone_until_it_is_known_to_be_right_there(monkeypatch):
+    assert resolve(EngineConfig(), MODEL, HOPPER).attention_backend == "pallas_gpu"
+    monkeypatch.setattr("jaxpaged.config._AUTO_TAKES_MOSAIC_GPU", True)
+    for device, backend in [(HOPPER, "mosaic_gpu"), (AMPERE, "pallas_gpu"), (TURING, "xla"), (CPU, "xla")]:
+        assert resolve(EngineConfig(), MODEL, device).attention_backend == backend
+    assert resolve(EngineConfig(), FOR_TPU, TPU).attention_backend == "pallas_tpu"
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "reason"),
+    [
+        (MODEL, CPU, r"this is a CPU \(cpu\)"),
+        (MODEL, TURING, "Tesla T4 is older"),
+        (MODEL, AMPERE, "an A100 has compute capability 8.0"),
+        (MODEL, replace(HOPPER, kind="a B200", compute_capability=10.0), "a B200 has compute capability 10.0"),
+        (MODEL, replace(HOPPER, jax_version="0.10.2"), "this is jax 0.10.2"),
+        (replace(MODEL, head_dim=258), HOPPER, "head_dim=258 is above 256"),
+    ],
+)
+def test_the_kernel_for_hopper_decodes_is_refused_elsewhere_by_name(model, device, reason):
+    with pytest.raises(ValueError, match=rf"'mosaic_gpu' needs .* 9\.x .*jax 0\.11 .*, but {reason}.*; use 'auto'"):
+        resolve(EngineConfig(attention_backend="mosaic_gpu"), model, device)
+    for version in ("0.11.2", "0.12.0.1"):
+        config = resolve(EngineConfig(attention_backend="mosaic_gpu"), MODEL, replace(HOPPER, jax_version=version))
+        assert (config.attention_backend, config.block_size) == ("mosaic_gpu", 16)

@@ -193,7 +193,7 @@ def test_unknown_and_unsupported_settings_are_refused():
         ({"max_seqs": 3}, "unknown settings max_seqs"),
         ({"quantization": "int4"}, "quantization='int4' is not known"),
         ({"kv_cache_dtype": "fp8"}, "not supported yet"),
-        ({"attention_backend": "mosaic_gpu"}, "not supported yet"),
+        ({"attention_backend": "mosaic_gpu"}, r"needs a GPU .*9.x.*, but this is cpu \(cpu\); use 'auto'"),
         ({"attention_backend": "pallas_gpu"}, r"needs a GPU .*, but this is cpu \(cpu\); use 'auto'"),
         ({"attention_backend": "pallas_tpu"}, r"needs a TPU, but this is cpu \(cpu\); use 'auto'"),
         ({"native_kernels": True}, "not supported yet"),

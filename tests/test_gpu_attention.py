@@ -135,6 +135,15 @@ def test_splits_fill_a_gpu_and_are_no_more_than_there_is_to_split():
     choose = functools.partial(kernel.choose_splits, num_to_fill=512)
     assert [choose(b * 8, 128) for b in (1, 2, 8, 16, 32, 64, 256)] == [32, 32, 8, 4, 2, 1, 1]
     assert [choose(8, most) for most in (0, 1, 5, 31)] == [1, 1, 4, 16]
+    assert [kernel.choose_splits(b * 4, 128, num_to_fill=132) for b in (1, 2, 8, 16, 24, 32, 64)] == [
+        32,
+        16,
+        4,
+        2,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_tiles_cover_all_tokens_once_and_none_of_two_requests():

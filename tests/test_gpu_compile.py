@@ -53,6 +53,30 @@ def test_the_kernel_compiles_for_all_kinds_of_heads_blocks_dtypes_and_masks_in_p
         assert bool(products) is not is_float32, case
 
 
+MOSAIC = ("--backend", "mosaic_gpu")
+MOSAIC_KERNEL = "decode_kernel_mosaic_gpu_kernel"
+
+
+def test_the_kernel_for_hopper_decodes_compiles_for_all_that_it_takes_without_a_spill(request):
+    """With copies by TMA and products by wgmma."""
+    which = "pairs" if request.config.getoption("every_mode") else "once"
+    for case in compiled(SCRIPT, "h200", *MOSAIC, "--kernels", which):
+        assert case["alias_bytes"] == case["donated_bytes"] and case["copies"] == [], case
+        assert case["kernels"] == len(case["ptxas"]) and set(case["ptxas"]) <= {MOSAIC_KERNEL, "merge_splits_kernel"}
+        assert len(case["ptxas"]) == 2 or case["shape"] != "decode of 2", case
+        assert all(kernel["spilled_bytes"] == 0 for kernel in case["ptxas"].values()), case
+        assert {"wgmma", "cp.async.bulk.tensor"} <= set(case["ptxas"][MOSAIC_KERNEL]["instructions"]), case
+
+
+def test_whole_steps_with_the_kernel_for_hopper_have_it_in_decodes_alone_and_stay_in_place():
+    options = ("--steps", "2", "--models", "TinyLlama-1.1B", "--kinds", "decode", "prefill")
+    decode, prefill = compiled(SCRIPT, "h200", *MOSAIC, *options, "--blocks", str(NUM_BLOCKS[0]))
+    for case, kernel in ((decode, MOSAIC_KERNEL), (prefill, "paged_attention_kernel")):
+        assert case["alias_bytes"] == case["donated_bytes"] and is_in_place(case), case
+        assert set(case["ptxas"]) == {kernel} and case["kernels"] == 2, case
+        assert case["ptxas"][kernel]["spilled_bytes"] == 0, case
+
+
 def test_whole_steps_update_the_pool_in_place_and_copy_neither_it_nor_weights(step_target, request):
     """On a GPU too old for the kernels in the XLA form."""
     is_full = request.config.getoption("every_mode")

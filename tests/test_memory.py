@@ -40,6 +40,7 @@ GPU = DeviceFacts(
     host_memory=64 * GIB,
     jax_version="0.0",
     has_native_bf16=True,
+    compute_capability=8.0,
 )
 CPU = replace(GPU, platform="cpu", kind="a CPU", memory_in_use=0, has_native_bf16=False)
 PER_BLOCK = 360_448

@@ -47,7 +47,7 @@ def full(shape: tuple[int, ...], value: float) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), _layout(len(shape)))
 
 
-def iota(shape: tuple[int, int], axis: int) -> jax.Array:
+def iota(shape: tuple[int, ...], axis: int) -> jax.Array:
     """The index along an axis, int32 in registers."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
 
@@ -59,15 +59,16 @@ def over_columns(x_r: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def load(ref: Any) -> jax.Array:
     """What shared memory in `tiles` holds, in registers."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA)
+    return plgpu.layout_cast(ref[...], plgpu.Layout.WGMMA)
 
 
 def store_rows(ref: Any, value: jax.Array):
     """Into shared memory row by row: slower than into `tiles`, but any number of rows can be copied from there."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:  # jax 0.11, where no store must be fast
+    store = getattr(plgpu, "store", None)
+    if store is None:  # jax 0.11, where any store may be slow
         ref[...] = value
+    else:
+        store(ref, value, optimized=False)
 
 
 def product(left_ref: Any, right_ref: Any) -> jax.Array:
@@ -77,7 +78,7 @@ def product(left_ref: Any, right_ref: Any) -> jax.Array:
         plgpu.wgmma(acc_ref, left_ref, right_ref)
         return acc_ref[...]
 
-    return pl.run_scoped(run, plgpu.ACC((left_ref.shape[0], right_ref.shape[1]), jnp.float32))
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((left_ref.shape[0], right_ref.shape[1]), jnp.float32))
 
 
 def _layout(num_axes: int):
