@@ -33,6 +33,12 @@ def pytest_addoption(parser):
     parser.addoption("--every-mode", action="store_true", help="laws in every mode, kernels in all pairs of modes")
 
 
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("every_mode"):
+        config.hook.pytest_deselected(items=[item for item in items if "every_mode" in item.keywords])
+        items[:] = [item for item in items if "every_mode" not in item.keywords]
+
+
 @pytest.fixture(autouse=True, scope="session")
 def float32_unless_told_otherwise():
     """dtype="auto" means the same on every machine that runs these tests; before any engine that a module shares."""
