@@ -243,7 +243,7 @@ def _produce(table_bp, q_bkrh, pools, shared: _Shared, span: _Span, plan: _Plan)
                 source = pool.at[block_of[p], span.head + k]
                 plgpu.copy_gmem_to_smem(source, shared.ring_ikch.at[i, k, rows], shared.is_full_i.at[i])
 
-    # Each time that an item has become free is seen.
+    # No barrier is left with a phase that nobody waited for, which jax 0.11's interpreter takes for an error.
     @pl.loop(jnp.maximum(2 * span.num_chunks - plan.stages, 0), 2 * span.num_chunks)
     def _(item):
         plgpu.barrier_wait(shared.is_free_i.at[lax.rem(item, plan.stages)])
@@ -287,20 +287,26 @@ def _consume(outs, shared: _Shared, span: _Span, plan: _Plan):
     accs_rh = tuple(mosaic.full((_ROWS, mosaic.TILE), 0.0) for _ in columns)
     carry = (mosaic.full((_ROWS,), MASKED), mosaic.full((_ROWS,), 0.0), accs_rh)
     max_r, sum_r, accs_rh = lax.fori_loop(0, span.num_chunks, attend, carry)
+    _write_out(outs, shared, (w, span.head + k, part), columns, max_r, sum_r, accs_rh, plan)
+
+
+def _write_out(outs, shared: _Shared, place, columns, max_r, sum_r, accs_rh, plan: _Plan):
+    """The output of the consumer at `place` (its number, KV head and part), and the logarithm of its sum of weights."""
+    w, head, part = place
     out_nh, *lse_kr = outs
     scale_r = 1 / jnp.where(sum_r > 0, sum_r, 1.0)
     for acc_rh, cols in zip(accs_rh, columns, strict=True):
         out_rh = acc_rh * mosaic.over_columns(scale_r, acc_rh.shape)
         mosaic.store_rows(shared.out_wrh.at[w], out_rh.astype(shared.out_wrh.dtype))
-        place = (pl.ds((span.head + k) * plan.group, plan.group), cols)
-        _copy_out(shared.out_wrh.at[w, pl.ds(0, plan.group)], out_nh.at[place])
+        rows = pl.ds(head * plan.group, plan.group)
+        _copy_out(shared.out_wrh.at[w, pl.ds(0, plan.group)], out_nh.at[rows, cols])
     if lse_kr:
 
         @pl.when(part == 0)
         def _():
             lse_r = jnp.where(sum_r > 0, max_r + jnp.log(jnp.where(sum_r > 0, sum_r, 1.0)) * LOG2_E, MASKED)
             shared.lse_wr[w] = lse_r
-            _copy_out(shared.lse_wr.at[w, pl.ds(0, lse_kr[0].shape[-1])], lse_kr[0].at[span.head + k])
+            _copy_out(shared.lse_wr.at[w, pl.ds(0, lse_kr[0].shape[-1])], lse_kr[0].at[head])
 
 
 def _masked(score_rc, start, num_keys, plan: _Plan):
