@@ -25,8 +25,8 @@ def read_thunks(text: str) -> list[Thunk]:
     return [Thunk(len(indent), kind, name) for indent, kind, name in pattern.findall(text)]
 
 
-def launches(thunks: list[Thunk], first_of_layer: str) -> dict:
-    """`layer`: the kernels of a layer, from the one of that name to the next such; empty where there are no two.
+def launches(thunks: list[Thunk], attention: tuple[str, ...]) -> dict:
+    """`layer`: the kernels of a layer, from one of these names to the next such; empty where there are no two.
     `command_buffers`: of each, how many kernels are in it. `waits`: loops and branches that are in none. `outside`: how
     many kernels are in none, in all branches together.
     """
@@ -46,6 +46,6 @@ def launches(thunks: list[Thunk], first_of_layer: str) -> dict:
         else:
             num_outside += 1
     names = [thunk.name for thunk in thunks]
-    starts = [i for i, name in enumerate(names) if name == first_of_layer]
+    starts = [i for i, name in enumerate(names) if name in attention]
     layer = names[starts[0] : starts[1]] if len(starts) > 1 else []
     return {"layer": layer, "command_buffers": sizes, "waits": waits, "outside": num_outside}

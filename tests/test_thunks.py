@@ -30,19 +30,19 @@ condition:
 
 
 def test_what_is_in_command_buffers_is_told_from_what_the_host_waits_for():
-    facts = launches(read_thunks(LOOP_OF_THE_HOST), "attend")
+    facts = launches(read_thunks(LOOP_OF_THE_HOST), ("attend",))
     assert facts["command_buffers"] == [2, 6]
     assert facts["waits"] == ["While", "Conditional"]
     assert facts["outside"] == 2  # is_on, and the copy of the last branch
 
 
 def test_a_layer_goes_from_one_attention_to_the_next():
-    assert launches(read_thunks(LOOP_OF_THE_HOST), "attend")["layer"] == ["attend", ""]
-    assert launches(read_thunks(LOOP_OF_THE_HOST), "gather")["layer"] == []
+    assert launches(read_thunks(LOOP_OF_THE_HOST), ("attend",))["layer"] == ["attend", ""]
+    assert launches(read_thunks(LOOP_OF_THE_HOST), ("gather",))["layer"] == []
 
 
 def test_a_loop_in_a_command_buffer_waits_for_nothing():
     lines = ["000: kCommandBuffer [source | sink]", *("    " + line for line in LOOP_OF_THE_HOST.splitlines()[3:6])]
-    assert launches(read_thunks("\n".join(lines)), "attend") == {
+    assert launches(read_thunks("\n".join(lines)), ("attend",)) == {
         "layer": [], "command_buffers": [1], "waits": [], "outside": 0,
     }  # fmt: skip
