@@ -30,12 +30,13 @@ from covering import Case, covering
 
 import ragged
 from pallas_kernels.gpu import layout as gpu_layout
+from pallas_kernels.gpu import mosaic_decode
 from pallas_kernels.gpu import paged_attention as gpu
 from pallas_kernels.tpu import layout as tpu_layout
 from pallas_kernels.tpu import paged_attention as tpu
 from ragged import TOLERANCE, Batch, make_batch, scales_of
 
-PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}
+PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "mosaic_gpu": "gpu"}
 """The kind of device that a backend is for."""
 
 MASKS = ["window", "causal", "soft cap", "window and soft cap"]
@@ -54,6 +55,13 @@ GPU_AXES = TPU_AXES | {
     "block_size": [64, 16, 32, 48],
     "dtype": ["bfloat16", "float32", "float16"],
     "shape": ["mixed", "decode", "decode, keys not split"],
+}
+HOPPER_AXES = GPU_AXES | {
+    "head_dim": [128, 64, 256],
+    "block_size": [64, 16, 32],
+    "dtype": ["bfloat16", "float16"],
+    "kv_dtype": ["as dtype"],
+    "shape": ["decode", "decode, keys not split"],
 }
 
 
@@ -81,9 +89,24 @@ def kernel_of(backend: str) -> Kernel:
         case "pallas_gpu":
             static = (*masks, "num_rows", "chunk", "num_splits")
             attend, layout = gpu.paged_attention, gpu_layout
-            return Kernel(attend, layout.pack, lambda kv, num_kv_heads: layout.unpack(kv), GPU_AXES, static, has_dtypes)
+            return Kernel(attend, layout.pack, lambda kv, _: layout.unpack(kv), GPU_AXES, static, has_dtypes)
+        case "mosaic_gpu":
+            static = (*masks, "num_splits", "num_stages")
+            return Kernel(decodes_on_hopper, gpu_layout.pack, lambda kv, _: gpu_layout.unpack(kv), HOPPER_AXES, static)
         case _:
             raise ValueError(f"backend {backend!r} has no kernel; there are {', '.join(PLATFORMS)}")
+
+
+def decodes_on_hopper(*arrays, is_decode: bool, **options):
+    """The kernel of mosaic_gpu, which knows nothing but decodes."""
+    assert is_decode
+    return mosaic_decode.paged_attention(*arrays, **options)
+
+
+def has_kernel(backend: str, device: jax.Device) -> bool:
+    """Whether a backend's kernel is for a device: that of mosaic_gpu for compute capability 9.0 alone."""
+    is_hopper = str(getattr(device, "compute_capability", "")).startswith("9.")
+    return PLATFORMS.get(backend) == device.platform and (backend != "mosaic_gpu" or is_hopper)
 
 
 def cases(backend: str, which: str) -> list[Case]:
@@ -125,8 +148,8 @@ def error_in(backend: str, case: Case, seed: int) -> float:
 def compare(backend: str, batch: Batch, **options) -> float:
     """See `ragged.compare`."""
     kernel = kernel_of(backend)
-    unpack = functools.partial(kernel.unpack, num_kv_heads=batch.k_tkh.shape[1])
-    return ragged.compare(batch, compiled(backend), kernel.pack, unpack, **options)
+    num_kv_heads = batch.k_tkh.shape[1]
+    return ragged.compare(batch, compiled(backend), kernel.pack, lambda kv: kernel.unpack(kv, num_kv_heads), **options)
 
 
 @functools.cache
@@ -157,12 +180,14 @@ def main() -> int:
     parser.add_argument("--interpret", action="store_true", help="on any device, slowly")
     args = parser.parse_args()
     device = jax.devices()[0]
-    backends = args.backends or [backend for backend, name in PLATFORMS.items() if name == device.platform]
+    backends = args.backends or [backend for backend in PLATFORMS if has_kernel(backend, device)]
     if not backends:
         parser.error(f"no kernel is for {device.device_kind} ({device.platform}); give --backends and --interpret")
     for backend in backends:
-        if PLATFORMS.get(backend) != device.platform and not args.interpret:
+        if not args.interpret and not has_kernel(backend, device):
             parser.error(f"{backend} is not for {device.device_kind} ({device.platform}); give --interpret")
+    if args.interpret and "mosaic_gpu" in backends:
+        parser.error("mosaic_gpu is interpreted in tests/test_mosaic_decode.py alone")
     where = {"device": device.device_kind, "interpreted": args.interpret, "jax": metadata.version("jax")}
     where["python"] = platform.python_version()
     results = []

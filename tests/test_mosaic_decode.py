@@ -26,9 +26,10 @@ from jaxpaged.runner import device_facts
 from pallas_kernels.gpu import mosaic_decode as kernel
 from pallas_kernels.gpu import triton
 from pallas_kernels.gpu.layout import pack, unpack
-from ragged import SCALE, compare, make_batch
+from ragged import SCALE, TOLERANCE, compare, make_batch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+import check_attention
 from covering import covering
 
 pytestmark = pytest.mark.interpret
@@ -97,6 +98,11 @@ def test_each_kind_of_heads_block_dtype_and_mask_matches_the_oracle(case):
     n, k = case["heads"]
     batch = make_batch([(100, 1), (0, 1), (158, 1)], tokens=3, num_heads=n, num_kv_heads=k, **sizes)
     check(batch, case["dtype"], **case["mask"])
+
+
+def test_a_case_that_a_gpu_is_asked_first_is_right_here():
+    case = check_attention.cases("mosaic_gpu", "once")[0]
+    assert case["shape"] == "decode" and check_attention.error_in("mosaic_gpu", case, seed=0) < TOLERANCE["bfloat16"]
 
 
 def test_a_request_yields_the_same_output_beside_any_neighbours():

@@ -82,7 +82,7 @@ def found(search):
     return [completion.token_ids for completion in search.output(search.output_kind).outputs]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_no_pool_budget_or_neighbour_changes_what_is_found(data):
     block_size = data.draw(st.sampled_from([1, 2, 4]))
@@ -185,6 +185,19 @@ def test_hypotheses_forked_from_one_that_comes_back_from_the_host_come_from_ther
     take_candidates(engine, search)
     run(engine, [search])
     assert found(search) == expected(tuple(range(1, 7)), 3, ends=frozenset())
+
+
+@pytest.mark.parametrize("is_caching", [True, False])
+def test_a_hypothesis_preempted_in_the_step_of_its_fork_leaves_the_others_the_copy_that_they_share(is_caching):
+    """Four hypotheses from 12 tokens on, in a pool of the six blocks that one of them could want."""
+    engine = ToyEngine(
+        block_size=4, num_device_blocks=6, max_model_len=24, max_num_batched_tokens=3, num_host_blocks=8,
+        enable_prefix_caching=is_caching,
+    )  # fmt: skip
+    prompt = (1, 1, 1, 2, 2, 1, 3, 1, 1, 2, 1, 3)
+    search = add_search(engine, "a", prompt, 4)
+    run(engine, [search])
+    assert found(search) == expected(prompt, 4) and engine.scheduler.num_preemptions > 0
 
 
 def test_an_aborted_search_frees_every_block_at_once():
