@@ -29,6 +29,10 @@ jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp(prefix="jaxpaged
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
+LONGEST = ("test_smollm2.py", "test_invariance.py", "test_swapping.py", "test_async_loop.py", "test_device_checks.py")
+"""Files that take minutes come first, so that workers end at about the same time."""
+
+
 def pytest_addoption(parser):
     parser.addoption("--every-mode", action="store_true", help="laws in every mode, kernels in all pairs of modes")
 
@@ -37,6 +41,7 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("every_mode"):
         config.hook.pytest_deselected(items=[item for item in items if "every_mode" in item.keywords])
         items[:] = [item for item in items if "every_mode" not in item.keywords]
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -133,7 +133,7 @@ def test_no_step_is_compiled_after_the_warm_up_over_all_workloads(workloads, tmp
     directory = tiny.write_model(tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
-    settings = {"max_num_seqs": 16, "max_num_batched_tokens": 48, "num_device_blocks": 600, "warmup": "strict"}
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "num_device_blocks": 400, "warmup": "strict"}
     compiled = []
     with Engine(directory, **settings) as engine:
         jax.monitoring.register_event_duration_secs_listener(

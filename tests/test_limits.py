@@ -17,7 +17,7 @@ def params_of_all_kinds() -> list[SamplingParams]:
     """All that takes memory of its own: log-probabilities, of prompts too; counts and masks; grammars; siblings."""
     return [
         replace(GREEDY, prompt_logprobs=20, logprobs=20),
-        replace(SEEDED, n=4, logprobs=20),
+        replace(SEEDED, n=3, logprobs=20),
         replace(SEEDED, presence_penalty=0.5, repetition_penalty=1.2, logit_bias={5: 1.0}, min_tokens=3),
         replace(GREEDY, structured_outputs={"regex": "[a-z]{30,}"}, ignore_eos=False),
     ]
@@ -26,9 +26,9 @@ def params_of_all_kinds() -> list[SamplingParams]:
 def test_a_run_at_all_limits_takes_no_more_of_the_device_than_the_report_says():
     gc.collect()
     before, most, num_tokens = sum(a.nbytes for a in jax.live_arrays()), 0, 0
-    prompts = tiny.prompts(12, least=40, most=60, seed=31)
+    prompts = tiny.prompts(8, least=40, most=60, seed=31)
     with Engine(tiny.model_directory(), tokenizer=tiny.CharsTokenizer(), **SETTINGS) as engine:
-        for prompt, params in zip(prompts, 3 * params_of_all_kinds(), strict=True):
+        for prompt, params in zip(prompts, 2 * params_of_all_kinds(), strict=True):
             engine.add_request(prompt, params)
         while engine.has_unfinished_requests():
             assert all(output.error is None for output in engine.step())
@@ -43,8 +43,8 @@ def test_a_run_at_all_limits_takes_no_more_of_the_device_than_the_report_says():
 
 
 def test_requests_that_are_done_leave_nothing_on_the_host():
-    prompts = tiny.prompts(12, least=4, most=30, seed=32)
-    params = [replace(params, max_tokens=4, structured_outputs=None) for params in 3 * params_of_all_kinds()]
+    prompts = tiny.prompts(8, least=4, most=30, seed=32)
+    params = [replace(params, max_tokens=4, structured_outputs=None) for params in 2 * params_of_all_kinds()]
     with Engine(tiny.model_directory(), **SETTINGS) as engine:
         num_objects = []
         for _ in range(5):
@@ -52,4 +52,4 @@ def test_requests_that_are_done_leave_nothing_on_the_host():
             engine.reset_prefix_cache()
             gc.collect()
             num_objects.append(len(gc.get_objects()))
-    assert num_objects[-1] - num_objects[1] < 36, "fewer than one object for each of the 36 requests in between"
+    assert num_objects[-1] - num_objects[1] < 24, "fewer than one object for each of the 24 requests in between"

@@ -15,9 +15,12 @@ TOP5 = json.loads((GOLDENS / "top5.json").read_text())["requests"]
 MODEL = "smollm2-135m-instruct"
 
 
+SETTINGS = {"dtype": "float32", "max_num_seqs": 8, "num_device_blocks": 400, "max_num_batched_tokens": 512}
+
+
 @pytest.fixture(scope="module")
 def engine():
-    with Engine(MODEL, dtype="float32", max_num_seqs=16, num_device_blocks=600) as engine:
+    with Engine(MODEL, **SETTINGS) as engine:
         yield engine
 
 
@@ -25,10 +28,13 @@ def greedy(max_tokens, **rest):
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **rest)
 
 
-def test_all_tokens_equal_hugging_faces(engine):
-    params = [greedy(n) for n in WORKLOAD["max_tokens"][:16]]
-    outputs = engine.generate(WORKLOAD["prompt_token_ids"][:16], params, use_tqdm=False)
-    assert [output.outputs[0].token_ids for output in outputs] == GREEDY["output_token_ids"]
+def test_all_tokens_equal_hugging_faces(engine, request):
+    """Of 8 requests the first 64, with `--every-mode` all of 16."""
+    num_requests, most_tokens = (16, 1000) if request.config.getoption("every_mode") else (8, 64)
+    params = [greedy(min(n, most_tokens)) for n in WORKLOAD["max_tokens"][:num_requests]]
+    outputs = engine.generate(WORKLOAD["prompt_token_ids"][:num_requests], params, use_tqdm=False)
+    goldens = [token_ids[:most_tokens] for token_ids in GREEDY["output_token_ids"][:num_requests]]
+    assert [output.outputs[0].token_ids for output in outputs] == goldens
 
 
 def test_log_probabilities_agree_with_hugging_faces(engine):
@@ -46,20 +52,20 @@ def test_log_probabilities_agree_with_hugging_faces(engine):
 
 
 def test_a_small_pool_and_budget_preempt_and_chunk_and_yield_the_same_tokens():
-    """Prompts of W2 alone want 60 to 80 blocks; the pool has 40, the budget is 61 tokens."""
-    prompts, num_tokens = WORKLOAD["prompt_token_ids"][:8], 40
-    params = [greedy(num_tokens)] * 8
-    with Engine(MODEL, num_device_blocks=40, max_model_len=600, max_num_seqs=8, max_num_batched_tokens=61) as engine:
+    """Four requests of W2 want more blocks than the pool has, and prompts more tokens than the budget."""
+    prompts, num_tokens = WORKLOAD["prompt_token_ids"][:4], 32
+    params, settings = [greedy(num_tokens)] * 4, {"max_model_len": 320, "max_num_seqs": 4}
+    with Engine(MODEL, dtype="float32", num_device_blocks=20, max_num_batched_tokens=16, **settings) as engine:
         outputs = engine.generate(prompts, params, use_tqdm=False)
         engine.check()
         assert engine.stats()["num_preemptions"] > 0
-    for output, golden in zip(outputs, GREEDY["output_token_ids"][:8], strict=True):
+    for output, golden in zip(outputs, GREEDY["output_token_ids"][:4], strict=True):
         num_known = min(num_tokens, len(golden))
         assert output.outputs[0].token_ids[:num_known] == golden[:num_known]
 
 
 def test_the_example_that_vllms_users_know_runs():
-    llm = LLM(model=MODEL, max_num_seqs=8, num_device_blocks=64)
+    llm = LLM(model=MODEL, **SETTINGS)
     prompts = ["hi my name is", "today is a beautiful summer day", "hello there"]
     outputs = llm.generate(prompts, SamplingParams(temperature=0.8, top_p=0.95, max_tokens=50))
     assert [o.prompt for o in outputs] == prompts
