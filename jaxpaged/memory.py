@@ -83,6 +83,16 @@ class PreemptionCosts:
     per_block: float
 
 
+_REMEDIES = {
+    "weights": "take quantization='int8' or a smaller dtype",
+    "temporaries": "lower max_num_batched_tokens or max_num_seqs",
+    "step state": "lower max_num_seqs or max_model_len",
+    "swaps": "set preemption_mode='recompute'",
+    "other programs": "end them",
+}
+"""What makes a part of the device's memory smaller."""
+
+
 def decide_num_device_blocks(
     engine: EngineConfig, model: ModelConfig, device: DeviceFacts, *, weights: int, temporaries: int, state: int
 ) -> int:
@@ -106,24 +116,28 @@ def decide_num_device_blocks(
         return num_blocks
     if device.platform == "cpu":
         full = engine.max_num_seqs * blocks_for(engine.max_model_len, engine.block_size)
-        available = max(device.memory_limit - weights, 0)
-        usable = max(device.memory_limit * engine.gpu_memory_utilization - weights, 0)
-        num_blocks = min(full, int(min(_CPU_POOL_LIMIT, _CPU_POOL_FRACTION * available, usable)) // per_block)
+        available = device.memory_limit - weights
+        usable = device.memory_limit * engine.gpu_memory_utilization - weights
+        left = int(min(full * per_block, _CPU_POOL_LIMIT, _CPU_POOL_FRACTION * available, usable))
     elif device.memory_limit == 0:
         raise ValueError(
             f"{device.kind} does not say how much memory it has; give kv_cache_memory_bytes or num_device_blocks"
         )
     else:
         usable = int(device.memory_limit * engine.gpu_memory_utilization)
-        num_blocks = (usable - weights - temporaries - state - staging - device.memory_in_use) // per_block
-    if num_blocks < 1:
+        left = usable - weights - temporaries - state - staging - device.memory_in_use
+    if left < per_block:
+        parts = {"weights": weights, "temporaries": temporaries, "step state": state, "swaps": staging}
+        parts["other programs"] = device.memory_in_use
+        largest = max(parts, key=lambda name: parts[name])
+        taken = ", ".join(f"{name} {size}" for name, size in parts.items())
         raise ValueError(
-            f"no memory is left for the KV pool: of {device.memory_limit} bytes, weights take {weights}, temporaries "
-            f"{temporaries}, step state {state}, swapping {staging}, others {device.memory_in_use}, and one block "
-            f"needs {per_block}; raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, set "
-            "preemption_mode='recompute', or use a larger device"
+            f"no memory is left for the KV pool: of {device.memory_limit} bytes gpu_memory_utilization="
+            f"{engine.gpu_memory_utilization} may be filled, and these take: {taken}; for one block of {per_block} "
+            f"bytes {per_block - left} are missing. The largest part are the {largest}: {_REMEDIES[largest]}, raise "
+            "gpu_memory_utilization, or use a larger device"
         )
-    return num_blocks
+    return left // per_block
 
 
 def fit_max_model_len(given: int | None, resolved: int, num_blocks: int, block_size: int) -> int:

@@ -121,8 +121,22 @@ def test_on_a_cpu_the_pool_is_the_smallest_of_4_gib_two_fifths_of_memory_and_all
 
 @pytest.mark.parametrize("device", [GPU, CPU])
 def test_no_memory_left_is_an_error_with_the_numbers(device):
-    with pytest.raises(ValueError, match=f"no memory is left for the KV pool.*weights take {20 * GIB}"):
+    with pytest.raises(ValueError, match=f"no memory is left for the KV pool.*: weights {20 * GIB}"):
         num_blocks(device, weights=20 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("part", "remedy"),
+    [
+        ("weights", "the weights: take quantization='int8'"),
+        ("temporaries", "the temporaries: lower max_num_batched_tokens"),
+        ("state", "the step state: lower max_num_seqs"),
+    ],
+)
+def test_what_is_too_large_is_named_with_what_is_missing_and_what_would_help(part, remedy):
+    usable = 14 * GIB - GIB
+    with pytest.raises(ValueError, match=rf"one block of {PER_BLOCK} bytes {PER_BLOCK} are missing\. .*{remedy}"):
+        num_blocks(gpu_memory_utilization=14 / 15, preemption_mode="recompute", **{part: usable})
 
 
 def test_max_model_len_is_lowered_to_the_pool_unless_it_was_given():

@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_told_with_its_parts(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(TINYLLAMA | {"num_hidden_layers": 400}))
     assert plan.main(["--model", str(tmp_path), "--device", "t4", "--estimate"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("plan.py: error: no memory is left for the KV pool: of ") and "weights take " in error
+    assert error.startswith("plan.py: error: no memory is left for the KV pool: of ") and ": weights " in error
 
 
 def test_the_table_marks_an_estimate_and_names_the_floors(tinyllama, capsys):
