@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxpaged.config import ModelConfig
 from jaxpaged.memory import MOST_STAGED, kv_block_shape, kv_layout
@@ -49,28 +50,39 @@ def copy_blocks(kv: KVCache, source_c: jax.Array, target_c: jax.Array) -> KVCach
     return jax.tree.map(lambda pool: pool.at[target_c].set(pool[source_c], mode="drop"), kv)
 
 
+def pinned_host(device: Any) -> SingleDeviceSharding | None:
+    """Host memory that a `jax.Device` reads and writes on its own, for blocks on their way. None on a CPU, which has no
+    other."""
+    return None if device.platform == "cpu" else SingleDeviceSharding(device, memory_kind="pinned_host")
+
+
 def gather_blocks(kv: KVCache, block_c: jax.Array) -> jax.Array:
     """What the blocks hold, in all layers: [c, arrays of the pool, …a block's shape]."""
     return jnp.stack([pool[block_c] for pool in jax.tree.leaves(kv)], axis=1)
 
 
-def scatter_blocks(kv: KVCache, block_c: jax.Array, content_c: jax.Array) -> KVCache:
-    """The pool with the blocks holding what `gather_blocks` took; blocks out of range are dropped. Donate `kv`."""
+def scatter_blocks(kv: KVCache, block_c: jax.Array, content_c: jax.Array, *, is_pinned: bool = False) -> KVCache:
+    """The pool with the blocks holding what `gather_blocks` took; blocks out of range are dropped. Donate `kv`.
+
+    `is_pinned`: `content_c` is in pinned memory of the host.
+    """
+    if is_pinned:
+        content_c = jax.device_put(content_c, jax.memory.Space.Device)
     pools, structure = jax.tree.flatten(kv)
     return structure.unflatten([pool.at[block_c].set(content_c[:, i], mode="drop") for i, pool in enumerate(pools)])
 
 
-def swap_spec(kv: KVCache, num_blocks: int) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of what `num_blocks` blocks of the pool hold."""
+def swap_spec(kv: KVCache, num_blocks: int, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of what `num_blocks` blocks of the pool hold, and where it is."""
     pools = jax.tree.leaves(kv)
-    return jax.ShapeDtypeStruct((num_blocks, len(pools), *pools[0].shape[1:]), pools[0].dtype)
+    return jax.ShapeDtypeStruct((num_blocks, len(pools), *pools[0].shape[1:]), pools[0].dtype, sharding=sharding)
 
 
 class HostBlocks:
     """Blocks in host memory, whose pages the system commits when they are first written.
 
-    What `store` takes is on its way from the device while steps run; it lies here after `land`. At most MOST_STAGED
-    gathered pieces are on their way, since each takes device memory meanwhile.
+    What `store` takes is on its way from the device while steps run, by way of pinned memory where there is such. It
+    lies here after `land`. At most MOST_STAGED gathered pieces are on their way, since each takes memory meanwhile.
     """
 
     def __init__(self, spec: jax.ShapeDtypeStruct):

@@ -27,6 +27,7 @@ from jaxpaged.kv_cache import (
     copy_blocks,
     gather_blocks,
     make_pool,
+    pinned_host,
     pool_specs,
     scatter_blocks,
     swap_spec,
@@ -216,6 +217,7 @@ class StepCompiler:
         self._state = jax.eval_shape(
             functools.partial(steps.make_row_state, buckets.num_rows, buckets.max_blocks, num_blocks)
         )
+        self._pinned = pinned_host(jax.devices()[0])
         self._make_adjustments = functools.partial(make_adjustments, buckets.num_rows, model.vocab_size)
         self._adjustments = jax.eval_shape(self._make_adjustments)
 
@@ -316,9 +318,11 @@ class StepCompiler:
     def _lower_update(self, shape: UpdateShape) -> Any:
         size, int32 = shape.size, _int32(shape.size)
         if shape.kind is SwapOut:
-            return jax.jit(gather_blocks).lower(self._kv, int32)
+            return jax.jit(gather_blocks, out_shardings=self._pinned).lower(self._kv, int32)
         if shape.kind is SwapIn:
-            return jax.jit(scatter_blocks, donate_argnums=0).lower(self._kv, int32, swap_spec(self._kv, size))
+            scatter = functools.partial(scatter_blocks, is_pinned=self._pinned is not None)
+            content = swap_spec(self._kv, size, self._pinned)
+            return jax.jit(scatter, donate_argnums=0).lower(self._kv, int32, content)
         if shape.kind is Adjustments:
             return jax.jit(self._make_adjustments).lower()
         if shape.kind is AdjustedRow:

@@ -47,6 +47,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, SingleDeviceSharding
 from thunks import launches, read_thunks
 
+from jaxpaged.kv_cache import pinned_host
 from jaxpaged.runner import compiler_options
 from pallas_kernels.gpu import mosaic_decode
 from pallas_kernels.gpu.layout import HeadMajorKV
@@ -153,6 +154,7 @@ class Target:
         )
         self._options = compiler_options(topology.devices[0])
         self._sharding = SingleDeviceSharding(topology.devices[0])
+        self.pinned = pinned_host(topology.devices[0])
         device = AbstractDevice(device_kind=gpu.name, num_cores=None, platform="gpu")
         self._abstract = AbstractMesh((1,), ("tensor",), (AxisType.Auto,), abstract_device=device)
 

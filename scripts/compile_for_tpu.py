@@ -36,7 +36,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from jaxpaged.batch import make_buckets
 from jaxpaged.config import EngineConfig, ModelConfig
 from jaxpaged.models.weights import ParamSpec, Weights, map_specs, param_specs
-from jaxpaged.runner import DrawShape, PrefillShape, StepCompiler, compiler_options
+from jaxpaged.runner import DrawShape, PrefillShape, StepCompiler, UpdateShape, compiler_options
+from jaxpaged.step_data import SwapIn, SwapOut
 from pallas_kernels.tpu.layout import rows_per_tile
 from pallas_kernels.tpu.paged_attention import paged_attention
 
@@ -71,7 +72,7 @@ MODELS = {
 SHARDED = {"Llama-3.1-8B"}
 """Models that are split over all devices of the target: one chip of 16 GB does not hold them."""
 
-KINDS = ("decode", "prefill", "draw")
+KINDS = ("decode", "prefill", "draw", "swap_out", "swap_in")
 MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_TOKENS = 2048, 64, 512
 
 
@@ -90,6 +91,8 @@ class Target:
         cores = getattr(devices[0], "num_cores", 1)
         device = AbstractDevice(device_kind=devices[0].device_kind, num_cores=cores, platform="tpu")
         self._abstract = AbstractMesh((len(devices),), ("tensor",), (AxisType.Auto,), abstract_device=device)
+        split = PartitionSpec(*[None] * (self.pool_axis + 1), "tensor" if self.num_devices > 1 else None)
+        self.pinned = NamedSharding(self._mesh, split, memory_kind="pinned_host")
 
     def placed(self, tree, spec: PartitionSpec | None = None):
         """The shapes of a tree, on the target's devices."""
@@ -138,7 +141,8 @@ def compile_kernel(target: Target, case: dict) -> dict:
 
 
 def compile_step(target: Target, model: ModelConfig, kind: str, num_layers: int, num_blocks: int) -> dict:
-    """The facts of a whole step: "decode" (8 tokens of each request in one call), "prefill", or the "draw" after it."""
+    """The facts of a whole step: "decode" (8 tokens of each request in one call), "prefill", or the "draw" after it; or
+    of a swap of 32 blocks to or from pinned memory of the host."""
     model = replace(model, num_layers=num_layers or model.num_layers)
     config = EngineConfig(
         dtype=target.dtype, block_size=16, max_model_len=MAX_MODEL_LEN, max_num_seqs=MAX_NUM_SEQS,
@@ -147,13 +151,19 @@ def compile_step(target: Target, model: ModelConfig, kind: str, num_layers: int,
     compiler = StepCompiler(config, model, make_buckets(config), num_blocks)
     place(compiler, target, param_specs(model, target.dtype))
     b = MAX_NUM_SEQS
-    shape = PrefillShape(MAX_TOKENS, b) if kind == "prefill" else DrawShape(kind == "decode", b, 20)
+    swaps = {"swap_out": UpdateShape(SwapOut, 32), "swap_in": UpdateShape(SwapIn, 32)}
+    shape = swaps.get(kind) or (
+        PrefillShape(MAX_TOKENS, b) if kind == "prefill" else DrawShape(kind == "decode", b, 20)
+    )
     pools = jax.tree.leaves(compiler._kv)
     big = [leaf.sharding.shard_shape(leaf.shape) for leaf in (*pools, *jax.tree.leaves(compiler._weights))]
     facts = compiled_facts(target, lambda: compiler.lower(shape), big)
     pool_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in pools) // target.num_devices
-    donated_bytes = {"decode": pool_bytes + compiler.state_bytes, "prefill": pool_bytes, "draw": compiler.state_bytes}
-    return facts | {"donated_bytes": donated_bytes[kind], "layer_pool_bytes": pool_bytes // len(compiler._kv)}
+    donated_bytes = {"decode": pool_bytes + compiler.state_bytes, "draw": compiler.state_bytes, "swap_out": 0}
+    return facts | {
+        "donated_bytes": donated_bytes.get(kind, pool_bytes),
+        "layer_pool_bytes": pool_bytes // len(compiler._kv),
+    }
 
 
 def place(compiler: StepCompiler, target: Target, specs: Weights):
@@ -168,6 +178,7 @@ def place(compiler: StepCompiler, target: Target, specs: Weights):
     compiler._weights = map_specs(weight, specs)
     compiler._state, compiler._adjustments = target.placed(compiler._state), target.placed(compiler._adjustments)
     compiler._kv = target.placed(compiler._kv, PartitionSpec(*[None] * target.pool_axis, axis))
+    compiler._pinned = target.pinned
 
 
 def compiled_facts(target: Target, lower: Callable, big_shapes: list[tuple[int, ...]]) -> dict:

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 import tiny
-from jaxpaged import Engine, SamplingParams
+from jaxpaged import Engine, SamplingParams, runner
 from jaxpaged.batch import DROPPED
 from jaxpaged.kv_cache import HostBlocks, gather_blocks, pool_specs, scatter_blocks, swap_spec
 from same_tokens import GREEDY, SEEDED, SETTINGS, assert_same, run
@@ -164,6 +165,20 @@ def test_after_a_step_that_failed_swapped_requests_are_computed_again(engine, mo
     assert [o.outputs[0].token_ids for _, o in sorted(outputs.items(), key=lambda item: int(item[0]))] == [
         tiny.naive_greedy(prompt, 24) for prompt in PROMPTS
     ]
+
+
+def test_blocks_may_go_by_way_of_pinned_memory_as_on_gpus_and_tpus(monkeypatch):
+    """Which the tests' CPU does not need, but can have."""
+    pinned, kinds = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"), set()
+    monkeypatch.setattr(runner, "pinned_host", lambda device: pinned)
+    with Engine(tiny.model_directory(), **POOL) as engine:
+        host = engine._runner._host_blocks
+        store = host.store
+        monkeypatch.setattr(host, "store", lambda blocks, x: kinds.add(x.sharding.memory_kind) or store(blocks, x))
+        tokens = serve(engine)
+        assert engine.stats()["num_blocks_swapped_in"] > 10
+    assert kinds == {"pinned_host"}
+    assert tokens == [tiny.naive_greedy(prompt, 24) for prompt in PROMPTS]
 
 
 def test_costs_are_measured_where_they_decide():

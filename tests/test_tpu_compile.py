@@ -53,18 +53,18 @@ def test_whole_steps_update_the_pool_in_place_and_copy_neither_it_nor_weights(ta
     the others a choice of activations that it makes anew for each program, which may be 1 % of the pool's growth."""
     models = [] if request.config.getoption("every_mode") else ["--models", "TinyLlama-1.1B"]
     cases = compiled(SCRIPT, target, "--steps", "2", "--blocks", *map(str, NUM_BLOCKS), *models)
-    num_kernels = {"decode": 2, "prefill": 4, "draw": 0}
+    num_kernels = {"decode": 2, "prefill": 4}
     for small, large in zip(cases[::2], cases[1::2], strict=True):
         assert small["step"] == large["step"] and (small["blocks"], large["blocks"]) == NUM_BLOCKS
         growth = large["donated_bytes"] - small["donated_bytes"]
         assert large["alias_bytes"] - small["alias_bytes"] == growth
-        assert (growth > 0) == (small["step"] != "draw")
+        assert (growth > 0) == (small["step"] not in ("draw", "swap_out"))
         allowed = 0 if target.startswith("v5e") else growth / 100
         assert large["temp_bytes"] - small["temp_bytes"] <= allowed, (small, large)
         for case in (small, large):
             assert 0 <= case["alias_bytes"] - case["donated_bytes"] < 2**16, case
             assert is_in_place(case), case
-            assert case["kernels"] == num_kernels[case["step"]]
+            assert case["kernels"] == num_kernels.get(case["step"], 0)
 
 
 def test_a_copy_planted_in_a_whole_step_is_noticed(fault, target, step):
