@@ -112,9 +112,8 @@ def compiled_temporaries(
     """Bytes on one device of the temporaries and outputs of the largest step; None where no compiler for such devices
     is installed."""
     is_tpu = device in TOPOLOGIES
-    if importlib.util.find_spec("libtpu" if is_tpu else "jax_cuda12_plugin") is None or num_devices > (
-        4 if is_tpu else 1
-    ):
+    package, most_devices = ("libtpu", 4) if is_tpu else ("jax_cuda12_plugin", 1)
+    if importlib.util.find_spec(package) is None or num_devices > most_devices:
         return None
     import compile_for_gpu
     import compile_for_tpu
@@ -134,7 +133,7 @@ def partition(
     buckets = batch.make_buckets(config)
     compiler, shapes = StepCompiler(config, model, buckets, num_blocks=1), largest_shapes(buckets)
     temporaries = None
-    if facts.platform == "cpu":
+    if facts.platform == "cpu" and not is_estimate:
         compiler.compile_all(shapes)
         temporaries = compiler.temporaries
     elif not is_estimate:

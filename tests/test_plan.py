@@ -28,8 +28,8 @@ def tinyllama(tmp_path_factory):
     return str(path)
 
 
-def as_json(capsys, *argv):
-    assert plan.main([*argv, "--estimate", "--json"]) == 0
+def as_json(capsys, *argv, is_estimate=True):
+    assert plan.main([*argv, "--json"] + ["--estimate"] * is_estimate) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -97,7 +97,9 @@ def test_a_model_that_devices_cannot_share_is_refused(tinyllama, capsys, flags, 
 
 def test_floors_of_this_machine_are_by_what_it_was_measured_to_do(capsys):
     flags = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-model-len", "128")
-    given = as_json(capsys, "--model", str(tiny.model_directory()), "--device", "cpu", *flags)
+    flags = ("--model", str(tiny.model_directory()), "--device", "cpu", *flags)
+    assert as_json(capsys, *flags)["are_temporaries_estimated"]
+    given = as_json(capsys, *flags, is_estimate=False)
     assert not given["are_temporaries_estimated"] and given["prefill_tok_s"] > given["decode_floors"][0]["tok_s"] > 0
 
 
