@@ -337,7 +337,7 @@ class Engine:
             temporaries=runner.compiler.temporaries,
             state=runner.compiler.state_bytes,
             adjustments=runner.compiler.adjustments_bytes,
-            staging=memory.swap_staging_bytes(config, per_block),
+            staging=memory.swap_staging_bytes(config, self._facts.platform, per_block),
             other=self._facts.memory_in_use,
             block_size=config.block_size,
             bytes_per_block=per_block,

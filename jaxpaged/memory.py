@@ -69,9 +69,11 @@ def swap_sizes(engine: EngineConfig) -> tuple[int, ...]:
     return _SWAP_SIZES if engine.may_swap or engine.kv_offloading_size else ()
 
 
-def swap_staging_bytes(engine: EngineConfig, bytes_per_block: int) -> int:
+def swap_staging_bytes(engine: EngineConfig, platform: str, bytes_per_block: int) -> int:
     """Most bytes of device memory that blocks take which are under way to the host, and to the device before each of
-    two steps in flight."""
+    two steps in flight. On GPUs and TPUs they wait in pinned memory of the host, and none is taken between steps."""
+    if platform != "cpu":
+        return 0
     return 3 * MOST_STAGED * max(swap_sizes(engine), default=0) * bytes_per_block
 
 
@@ -87,7 +89,6 @@ _REMEDIES = {
     "weights": "take quantization='int8' or a smaller dtype",
     "temporaries": "lower max_num_batched_tokens or max_num_seqs",
     "step state": "lower max_num_seqs or max_model_len",
-    "swaps": "set preemption_mode='recompute'",
     "other programs": "end them",
 }
 """What makes a part of the device's memory smaller."""
@@ -104,7 +105,6 @@ def decide_num_device_blocks(
     """
     assert isinstance(engine.block_size, int) and engine.max_model_len is not None
     per_block = block_bytes(model, engine.block_size, engine.dtype)
-    staging = swap_staging_bytes(engine, per_block)
     if engine.num_device_blocks is not None:
         return engine.num_device_blocks
     if engine.kv_cache_memory_bytes is not None:
@@ -125,9 +125,9 @@ def decide_num_device_blocks(
         )
     else:
         usable = int(device.memory_limit * engine.gpu_memory_utilization)
-        left = usable - weights - temporaries - state - staging - device.memory_in_use
+        left = usable - weights - temporaries - state - device.memory_in_use
     if left < per_block:
-        parts = {"weights": weights, "temporaries": temporaries, "step state": state, "swaps": staging}
+        parts = {"weights": weights, "temporaries": temporaries, "step state": state}
         parts["other programs"] = device.memory_in_use
         largest = max(parts, key=lambda name: parts[name])
         taken = ", ".join(f"{name} {size}" for name, size in parts.items())

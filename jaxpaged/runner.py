@@ -402,7 +402,7 @@ def all_shapes(buckets: Buckets, *, is_always_adjusted: bool) -> list[Shape]:
 
 
 def largest_shapes(buckets: Buckets) -> list[Shape]:
-    """The steps of each kind with the most temporaries."""
+    """The steps of each kind, and the swaps, with the most temporaries."""
     most_tokens, most_logprobs = buckets.tokens[-1], buckets.logprobs[-1]
     most_requests = buckets.prefill_requests(most_tokens)[-1]
     return [
@@ -410,6 +410,7 @@ def largest_shapes(buckets: Buckets) -> list[Shape]:
         DrawShape(False, most_requests, most_logprobs, is_adjusted=True, is_masked=True),
         *(DrawShape(True, buckets.requests[-1], num_logprobs, True) for num_logprobs in buckets.logprobs),
         PromptLogprobsShape(most_tokens, most_logprobs),
+        *(UpdateShape(kind, size) for kind in (SwapOut, SwapIn) for size in buckets.swaps[-1:]),
     ]
 
 
@@ -434,7 +435,7 @@ class Runner:
         self.seconds_per_swap: float | None = None
         if config.warmup in ("full", "strict"):
             self.compiler.compile_all(all_shapes(buckets, is_always_adjusted=config.logits_processor_counts))
-            if num_host_blocks and config.preemption_mode == "auto" and config.may_swap:
+            if num_host_blocks and self._is_swap_weighed:
                 self._measure_swap()
 
     @property
@@ -549,7 +550,7 @@ class Runner:
                 array.delete()
 
     def _swap_out(self, swap: SwapOut):
-        if self.seconds_per_swap is None and self._config.preemption_mode == "auto" and self._config.may_swap:
+        if self.seconds_per_swap is None and self._is_swap_weighed:
             self._measure_swap()
         gather = self.compiler.get(UpdateShape(SwapOut, len(swap.device_block_c)))
         self._host_blocks.store(swap.host_blocks, gather(self._kv, swap.device_block_c))
@@ -560,6 +561,11 @@ class Runner:
             jax.block_until_ready(self._kv)
         scatter = self.compiler.get(UpdateShape(SwapIn, len(swap.device_block_c)))
         self._kv = scatter(self._kv, swap.device_block_c, content_c)
+
+    @property
+    def _is_swap_weighed(self) -> bool:
+        """Whether what a swap takes decides between swapping and recomputing."""
+        return self._config.preemption_mode == "auto" and self._config.may_swap
 
     def _measure_swap(self):
         """Times the largest swap there and back, of the scratch block to itself: nothing is changed."""

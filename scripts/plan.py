@@ -91,11 +91,14 @@ def facts_of(name: str) -> DeviceFacts:
 
 def estimated_temporaries(model: ModelConfig, config: EngineConfig) -> int:
     """Bytes: of a step of the whole token budget, its residual, the widest activations going in and out of a product in
-    float32, and three copies of the logits."""
+    float32, and three copies of the logits; or of the blocks that are swapped at once."""
     tokens, heads = config.max_num_batched_tokens, model.num_heads + 2 * model.num_kv_heads
     widest = max(3 * model.intermediate_size, 2 * heads * model.head_dim)
     rows = min(config.max_num_seqs, tokens)
-    return 4 * (tokens * (2 * model.hidden_size + widest) + 3 * rows * model.vocab_size)
+    step = 4 * (tokens * (2 * model.hidden_size + widest) + 3 * rows * model.vocab_size)
+    assert isinstance(config.block_size, int)
+    per_block = memory.block_bytes(model, config.block_size, config.dtype)
+    return max(step, max(memory.swap_sizes(config), default=0) * per_block)
 
 
 def part_of(model: ModelConfig, num_devices: int) -> ModelConfig:
@@ -152,7 +155,8 @@ def partition(
     report = MemoryReport(
         limit=facts.memory_limit, total=facts.memory_limit, **sizes, kv_pool=(num_blocks + 1) * per_block,
         state=compiler.state_bytes, adjustments=compiler.adjustments_bytes,
-        staging=memory.swap_staging_bytes(config, per_block), other=facts.memory_in_use, block_size=config.block_size,
+        staging=memory.swap_staging_bytes(config, facts.platform, per_block),
+        other=facts.memory_in_use, block_size=config.block_size,
         bytes_per_block=per_block, num_device_blocks=num_blocks,
         num_host_blocks=memory.decide_num_host_blocks(config, part), max_model_len=fitted,
         max_num_seqs=config.max_num_seqs,

@@ -10,6 +10,8 @@ import pytest
 
 import tiny
 from jaxpaged import LLM, Engine, RequestOutputKind, SamplingParams
+from jaxpaged.batch import make_buckets
+from jaxpaged.runner import largest_shapes
 
 BLOCK_SIZE = 16
 SETTINGS = {"max_num_seqs": 8, "num_device_blocks": 64, "max_model_len": 256, "num_decode_steps": 1}
@@ -644,6 +646,7 @@ def test_a_full_warm_up_compiles_every_step_ahead_and_strict_refuses_any_other(m
     tokenizer = tiny.CharsTokenizer()
     with Engine(tiny.model_directory(), tokenizer=tokenizer, warmup="strict", **settings) as engine:
         ahead = [step["shape"] for step in engine.stats()["compiled_steps"]]
+        assert {"32 SwapOut", "32 SwapIn"} < set(map(str, largest_shapes(make_buckets(engine.config)))) < set(ahead)
         sizes = [f"{kind} of {b}, up to 20 logprobs" for kind in ("decode", "draw") for b in (1, 2)]
         steps = ["prefill of 16×1", "prefill of 16×2", *sizes, *(f"{size}, adjusted" for size in sizes)]
         steps += [f"{size}, {kind}" for size in sizes[2:] for kind in ("masked", "adjusted, masked")]

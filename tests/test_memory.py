@@ -15,6 +15,7 @@ from jaxpaged.memory import (
     fit_max_model_len,
     kv_block_shape,
     num_host_blocks,
+    swap_staging_bytes,
 )
 
 TINYLLAMA = ModelConfig(
@@ -104,12 +105,18 @@ def test_bytes_that_hold_no_block_are_refused_with_the_size_of_one():
 
 
 def test_on_an_accelerator_the_pool_gets_limit_times_utilization_less_all_else():
-    sizes = {"weights": 2 * GIB, "temporaries": 3 * 2**20, "state": 12345, "preemption_mode": "recompute"}
+    sizes = {"weights": 2 * GIB, "temporaries": 3 * 2**20, "state": 12345}
     spent = 2 * GIB + 3 * 2**20 + 12345 + GIB
     assert num_blocks(gpu_memory_utilization=0.5, **sizes) == (15 * GIB // 2 - spent) // PER_BLOCK
     assert num_blocks(gpu_memory_utilization=1, **sizes) == (15 * GIB - spent) // PER_BLOCK
-    sizes["preemption_mode"], spent = "auto", spent + 3 * 4 * 32 * PER_BLOCK
-    assert num_blocks(gpu_memory_utilization=1, **sizes) == (15 * GIB - spent) // PER_BLOCK
+
+
+def test_blocks_that_are_swapped_wait_in_device_memory_on_a_cpu_alone():
+    def staging(device, **settings):
+        return swap_staging_bytes(resolve(EngineConfig(**settings), TINYLLAMA, device), device.platform, PER_BLOCK)
+
+    assert staging(CPU) == staging(CPU, swap_space=0, kv_offloading_size=1) == 3 * 4 * 32 * PER_BLOCK
+    assert staging(GPU) == staging(CPU, preemption_mode="recompute") == 0
 
 
 def test_on_a_cpu_the_pool_is_the_smallest_of_4_gib_two_fifths_of_memory_and_all_requests_at_full_length():
@@ -136,7 +143,7 @@ def test_no_memory_left_is_an_error_with_the_numbers(device):
 def test_what_is_too_large_is_named_with_what_is_missing_and_what_would_help(part, remedy):
     usable = 14 * GIB - GIB
     with pytest.raises(ValueError, match=rf"one block of {PER_BLOCK} bytes {PER_BLOCK} are missing\. .*{remedy}"):
-        num_blocks(gpu_memory_utilization=14 / 15, preemption_mode="recompute", **{part: usable})
+        num_blocks(gpu_memory_utilization=14 / 15, **{part: usable})
 
 
 def test_max_model_len_is_lowered_to_the_pool_unless_it_was_given():
