@@ -170,6 +170,7 @@ class Target:
         """What `lower()` gives, compiled with the engine's options, traced as on the target."""
         for file in DUMPS.iterdir():
             file.unlink()
+        jax.clear_caches()  # an equal program, as of another model's swap, would be taken from there and leave no dump
         with jax.sharding.use_abstract_mesh(self._abstract):
             return lower().compile(self._options)
 
