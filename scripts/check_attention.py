@@ -85,7 +85,7 @@ def kernel_of(backend: str) -> Kernel:
         case "pallas_tpu":
             static = (*masks, "tile", "chunk")
             attend, layout = tpu.paged_attention, tpu_layout
-            return Kernel(attend, layout.pack, layout.unpack, TPU_AXES, static, has_whole_tiles)
+            return Kernel(attend, layout.pack, layout.unpack, TPU_AXES, static)
         case "pallas_gpu":
             static = (*masks, "num_rows", "chunk", "num_splits")
             attend, layout = gpu.paged_attention, gpu_layout
@@ -113,13 +113,6 @@ def cases(backend: str, which: str) -> list[Case]:
     """ "once" or "pairs"."""
     kernel = kernel_of(backend)
     return covering(kernel.axes, 1 if which == "once" else 2, kernel.is_possible)
-
-
-def has_whole_tiles(case: Case) -> bool:
-    """Whether what is chosen of a case lets blocks be whole memory tiles of the pool's dtype; the kernel for TPUs
-    refuses others."""
-    names = [name for name in (case.get("kv_dtype"), case.get("dtype")) if name not in (None, "as dtype")]
-    return case.get("block_size", 128) >= tpu_layout.rows_per_tile(names[0] if names else "float32")
 
 
 def has_dtypes(case: Case) -> bool:

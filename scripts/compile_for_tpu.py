@@ -38,7 +38,6 @@ from jaxpaged.config import EngineConfig, ModelConfig
 from jaxpaged.models.weights import ParamSpec, Weights, map_specs, param_specs
 from jaxpaged.runner import DrawShape, PrefillShape, StepCompiler, UpdateShape, compiler_options
 from jaxpaged.step_data import SwapIn, SwapOut
-from pallas_kernels.tpu.layout import rows_per_tile
 from pallas_kernels.tpu.paged_attention import paged_attention
 
 AXES = {
@@ -107,14 +106,7 @@ class Target:
 
 def kernel_cases(which: str) -> list[dict]:
     """Cases of the kernel."""
-    return covering(AXES, 1 if which == "once" else 2, has_whole_tiles)
-
-
-def has_whole_tiles(case: dict) -> bool:
-    """Whether blocks are memory tiles of the pool's dtype, or more; the kernel refuses others."""
-    chosen = [case.get("kv_dtype"), case.get("dtype")]
-    kv_dtype = next((name for name in chosen if name not in (None, "as dtype")), "float32")
-    return case.get("block_size", 128) >= rows_per_tile(kv_dtype)
+    return covering(AXES, 1 if which == "once" else 2)
 
 
 def compile_kernel(target: Target, case: dict) -> dict:

@@ -139,10 +139,11 @@ def test_a_planted_race_is_found(fault):
     assert has_races
 
 
-def test_blocks_that_are_no_memory_tiles_are_refused():
-    batch = make_batch([(3, 1)], block_size=4, head_dim=64)
+@pytest.mark.parametrize("block_size", [8, 48])
+def test_blocks_that_the_kernel_cannot_copy_whole_are_refused(block_size):
+    batch = make_batch([(3, 1)], block_size=block_size, head_dim=64)
     arguments = (batch.q_tnh, batch.k_tkh, batch.v_tkh, pack(*batch.kv), *batch.arguments())
-    with pytest.raises(ValueError, match=r"block_size=4: .* a power of two, 8 or more for K and V in float32"):
+    with pytest.raises(ValueError, match=f"block_size={block_size}: .* a power of two, 16 or more"):
         kernel.paged_attention(*arguments, scale=SCALE)
 
 

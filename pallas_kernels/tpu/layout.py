@@ -13,7 +13,7 @@ import numpy as np
 def rows_per_tile(dtype) -> int:
     """Tokens that stand together in the sublanes of one memory tile: 8 in float32, 16 in 16 bits, 32 in 8.
 
-    Block sizes are multiples of it, and new tokens are written in groups of as many.
+    New tokens are written in groups of as many, or of a block where that is smaller.
     """
     return 32 // jnp.dtype(dtype).itemsize
 

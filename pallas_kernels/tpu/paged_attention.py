@@ -12,8 +12,8 @@ For each tile, one step of the grid (which is as long as there are tiles at hand
 the oldest:
   1. the copies of the next chunk's blocks start, be it this tile's or the next one's; then this chunk's are waited for;
   2. in the first chunk the new tokens are laid over the old ones, and the window, so completed, is copied into its
-     blocks while the tile goes on. Whole memory tiles are written (8 tokens of float32, 16 of 16 bits), because rows
-     are packed in their words: what stood beside the new tokens is written back as it was;
+     blocks while the tile goes on. Whole memory tiles are written (8 tokens of float32, 16 of 16 bits, 32 of 8 or a
+     block of 16), because rows are packed in their words: what stood beside the new tokens is written back as it was;
   3. scores, online softmax (arXiv:1805.02867) in float32, and the weighted sum of V, head after head.
 The next tile of the same request reads what this one writes: its first copies start when the write is done. Different
 requests never wait for each other's writes, for a block that is written has one owner.
@@ -52,6 +52,7 @@ from pallas_kernels.xla import request_of_token, stored
 
 _MASKED = -1e30
 _LANES = 128
+_SMALLEST_BLOCK = 16
 _LONGEST_TILE = 128
 _MOST_ROWS = 4096
 _MOST_ROWS_OF_A_HEAD = 512
@@ -83,10 +84,10 @@ def paged_attention(
 
     `is_decode` promises one query for each request, t = b. `tile` (positions of a prompt's tile) and `chunk` (tokens
     fetched at a time), powers of two, are chosen by size unless given. ValueError for a block size that is no power
-    of two or smaller than a memory tile.
+    of two, 16 or more.
     """
     num_kv_heads, block_size = k_tkh.shape[1], kv.shape[1]
-    _check_block_size(block_size, kv.dtype)
+    _check_block_size(block_size)
     ones_k = jnp.ones(num_kv_heads, jnp.float32)
     k_scale_k = ones_k if k_scale_k is None else k_scale_k
     v_scale_k = ones_k if v_scale_k is None else v_scale_k
@@ -117,13 +118,9 @@ def paged_attention(
     return out_tnh + long_tnh, kv
 
 
-def _check_block_size(block_size: int, dtype):
-    least = rows_per_tile(dtype)
-    if block_size < least or block_size & (block_size - 1):
-        raise ValueError(
-            f"block_size={block_size}: the TPU kernel needs a power of two, {least} or more for K and V in "
-            f"{jnp.dtype(dtype).name}"
-        )
+def _check_block_size(block_size: int):
+    if block_size < _SMALLEST_BLOCK or block_size & (block_size - 1):
+        raise ValueError(f"block_size={block_size}: the TPU kernel needs a power of two, {_SMALLEST_BLOCK} or more")
 
 
 def _choose_tile(num_tokens: int, num_requests: int, num_heads: int, num_kv_heads: int, kv) -> int:
