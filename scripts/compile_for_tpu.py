@@ -47,9 +47,10 @@ AXES = {
     "dtype": ["bfloat16", "float32"],
     "kv_dtype": ["as dtype", "int8", "float8_e4m3fn"],
     "mask": ["causal", "window", "soft cap", "window and soft cap"],
-    "shape": ["decode of 64", "prefill of 512×32"],
+    "shape": ["decode of 64", "prefill of 512×32", "prefill of 2048×4"],
 }
-"""What the kernel is compiled for. `heads`: query and KV heads; `shape`: tokens and requests of a step."""
+"""What the kernel is compiled for. `heads`: query and KV heads; `shape`: tokens and requests of a step, the longer the
+prompts the longer the kernel's tiles."""
 
 _LLAMA = {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "dtype": "bfloat16"}
 MODELS = {
@@ -113,7 +114,7 @@ def compile_kernel(target: Target, case: dict) -> dict:
     """The facts of one case of the kernel."""
     (n, k), h, s = case["heads"], case["head_dim"], case["block_size"]
     is_decode = case["shape"].startswith("decode")
-    t, b = (64, 64) if is_decode else (512, 32)
+    t, b = (64, 64) if is_decode else map(int, case["shape"].removeprefix("prefill of ").split("×"))
     dtype, num_blocks = jnp.dtype(case["dtype"]), 32768 // s
     kv_dtype = dtype if case["kv_dtype"] == "as dtype" else jnp.dtype(case["kv_dtype"])
     options = {"is_decode": is_decode, "scale": h**-0.5}

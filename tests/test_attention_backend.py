@@ -1,11 +1,15 @@
 """Which kernel the attention of a step is given to."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
+from compiled_programs import ROOT
 from jaxpaged import attention
 from jaxpaged.config import EngineConfig, ModelConfig
 from pallas_kernels.gpu import mosaic_decode, paged_attention
@@ -77,3 +81,11 @@ def test_an_engine_whose_decodes_do_not_take_the_kernel_that_was_asked_for_says_
     notice = attention.decode_notice(replace(config, dtype="float32"), model)
     assert notice is not None and notice.endswith("as well: it computes in bfloat16 and float16, not in float32")
     assert attention.decode_notice(replace(config, dtype="float32", attention_backend="pallas_gpu"), model) is None
+
+
+@pytest.mark.parametrize("backend", ["pallas_tpu", "pallas_gpu"])
+def test_under_a_mesh_each_device_computes_the_heads_that_it_has(backend):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in (".", "scripts", "tests"))}
+    command = [sys.executable, "tests/attention_on_two_devices.py", backend]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120)
+    assert process.returncode == 0, process.stderr[-2000:]

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 import same_tokens
 import tiny
-from pallas_kernels import reference
 from pallas_kernels.gpu import paged_attention as kernel
 from pallas_kernels.gpu import triton
 from pallas_kernels.gpu.layout import pack, unpack
@@ -187,18 +186,3 @@ def model_of_one_layer(tmp_path, monkeypatch):
 def test_the_engine_on_the_interpreted_kernel_yields_the_same_tokens(model_of_one_layer, monkeypatch):
     facts = {"platform": "gpu", "has_native_bf16": True}
     same_tokens.check_kernel_in_engine(model_of_one_layer, "pallas_gpu", facts, monkeypatch)
-
-
-def test_a_shard_of_the_heads_gives_that_part_of_the_whole():
-    """What each device of a mesh computes (`attention.py`), one after the other."""
-    batch = make_batch([(20, 1), (0, 40), (33, 5)], block_size=16, num_heads=4, num_kv_heads=2, head_dim=64, tokens=48)
-    kv = pack(*batch.kv)
-    expected_tnh, _ = reference.paged_attention(
-        batch.q_tnh, batch.k_tkh, batch.v_tkh, batch.kv, *batch.arguments(), scale=SCALE
-    )
-    for part in range(2):
-        whole = (batch.q_tnh, batch.k_tkh, batch.v_tkh, *kv)
-        q_tnh, k_tkh, v_tkh, *pools = (np.split(np.asarray(x), 2, 1)[part] for x in whole)
-        out_tnh, _ = attend(q_tnh, k_tkh, v_tkh, kernel.HeadMajorKV(*pools), *batch.arguments(), scale=SCALE)
-        expected = np.split(expected_tnh, 2, 1)[part]
-        assert np.abs(np.asarray(out_tnh) - expected).max() <= 2e-5 * np.abs(expected).max()

@@ -12,7 +12,6 @@ import types
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,17 +20,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 import same_tokens
 import tiny
-from pallas_kernels import reference
 from pallas_kernels.tpu import paged_attention as kernel
-from pallas_kernels.tpu.layout import pack, unpack
+from pallas_kernels.tpu.layout import pack
 from ragged import SCALE, make_batch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-from check_attention import cases, compare, compiled, error_in, kernel_of
+from check_attention import cases, compare, error_in, kernel_of
 
 pytestmark = pytest.mark.interpret
-
-attend = compiled("pallas_tpu")
 
 INTERPRETER = pltpu.InterpretParams(
     detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise", dma_execution_mode="on_wait"
@@ -56,6 +52,12 @@ def check(batch, **options):
 
 EDGES = [0, 1, 14, 15, 16, 17, 30, 31, 32, 33, 47, 63, 64, 65, 95, 96, 128]
 """Lengths around the edges of blocks of 16, tiles of 16 and chunks of 32 tokens."""
+WINDOWS = [None, 1, 40]
+"""The last begins inside a block, and reaches into one chunk before or two."""
+
+
+def window(size: int | None) -> dict:
+    return {} if size is None else {"sliding_window": size}
 
 
 @settings(max_examples=10, deadline=None)
@@ -63,9 +65,10 @@ EDGES = [0, 1, 14, 15, 16, 17, 30, 31, 32, 33, 47, 63, 64, 65, 95, 96, 128]
     before=st.lists(st.sampled_from(EDGES), min_size=1, max_size=6),
     gone=st.sets(st.integers(0, 5), max_size=3),
     num_shared=st.integers(0, 2),
+    sliding_window=st.sampled_from(WINDOWS),
     seed=st.integers(0, 99),
 )
-def test_decodes_match_the_oracle(before, gone, num_shared, seed):
+def test_decodes_match_the_oracle(before, gone, num_shared, sliding_window, seed):
     """With rows between them that are not there, and prefixes of shared blocks."""
     before = [max(n, 16 * num_shared) for n in before]
     lengths = [(n, 1) for n in before]
@@ -73,7 +76,7 @@ def test_decodes_match_the_oracle(before, gone, num_shared, seed):
         lengths, block_size=16, head_dim=64, tokens=7, requests=7, num_shared=num_shared, seed=seed, num_heads=4
     )
     batch.context_len_b[[i for i in gone if i < len(before) - 1]] = 0
-    check(batch, is_decode=True, chunk=32)
+    check(batch, is_decode=True, chunk=32, **window(sliding_window))
 
 
 @settings(max_examples=10, deadline=None)
@@ -83,10 +86,17 @@ def test_decodes_match_the_oracle(before, gone, num_shared, seed):
         min_size=1,
         max_size=4,
     ),
+    gone=st.sets(st.integers(0, 3), max_size=2),
+    num_shared=st.integers(0, 2),
+    sliding_window=st.sampled_from(WINDOWS),
     seed=st.integers(0, 99),
 )
-def test_prompt_chunks_and_decodes_together_match_the_oracle(lengths, seed):
-    check(make_batch(lengths, block_size=16, head_dim=64, tokens=208, requests=5, seed=seed), chunk=32, tile=16)
+def test_prompt_chunks_and_decodes_together_match_the_oracle(lengths, gone, num_shared, sliding_window, seed):
+    """The same."""
+    lengths = [(max(before, 16 * num_shared), new) for before, new in lengths]
+    batch = make_batch(lengths, block_size=16, head_dim=64, tokens=208, requests=5, num_shared=num_shared, seed=seed)
+    batch.context_len_b[[i for i in gone if i < len(lengths) - 1]] = 0
+    check(batch, chunk=32, tile=16, **window(sliding_window))
 
 
 def pytest_generate_tests(metafunc):
@@ -96,7 +106,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_each_kind_of_heads_block_dtype_and_mask_matches_the_oracle(case, seed):
-    """Each value of each axis, or each pair of them; several tiles and chunks, with the sizes chosen by default."""
+    """Each value of each axis, or each pair of them; several tiles, of the size chosen by default."""
     _, has_races = interpreted(error_in, "pallas_tpu", case, seed)
     assert not has_races
 
@@ -164,30 +174,3 @@ def test_the_engine_on_the_interpreted_kernel_yields_the_same_tokens(model_that_
 
     facts = {"platform": "tpu"}
     same_tokens.check_kernel_in_engine(model_that_fills_lanes, "pallas_tpu", facts, monkeypatch, without_races)
-
-
-def test_a_shard_of_the_heads_and_lanes_gives_that_part_of_the_whole():
-    """What each device of a mesh computes (`attention.py`), one after the other."""
-    batch = make_batch([(20, 1), (0, 40), (33, 5)], block_size=16, num_heads=4, num_kv_heads=2, head_dim=64, tokens=48)
-    kv = pack(*batch.kv)
-    expected_tnh, pools = reference.paged_attention(
-        batch.q_tnh, batch.k_tkh, batch.v_tkh, batch.kv, *batch.arguments(), scale=SCALE
-    )
-    for part in range(2):
-        q_tnh, k_tkh, v_tkh, kv_part = (
-            np.split(np.asarray(x), 2, axis)[part]
-            for x, axis in ((batch.q_tnh, 1), (batch.k_tkh, 1), (batch.v_tkh, 1), (kv, 2))
-        )
-        (out_tnh, kv_part), _ = interpreted(
-            attend,
-            q_tnh,
-            k_tkh,
-            v_tkh,
-            kv_part,
-            *batch.arguments(),
-            scale=SCALE,
-        )
-        expected = np.split(expected_tnh, 2, 1)[part]
-        assert np.abs(np.asarray(out_tnh) - expected).max() <= 2e-5 * np.abs(expected).max()
-        for actual, pool in zip(unpack(kv_part, 1), pools, strict=True):
-            np.testing.assert_array_equal(actual, np.split(pool, 2, 2)[part])

@@ -26,13 +26,14 @@ the memory tile written, and the queries and outputs, which are padded to 8 for 
 written. Needed ÷ moved is the most of the bandwidth that can do useful work:
 
   Llama-3.1-8B   (32 and 8 heads of 128, bf16; 4 KiB a row)  c = 100: 74 %   1000: 97 %   8000: 99.7 %   block_size 16
-                                                             c = 100: 66 %   1000: 95 %   8000: 98.9 %   block_size 128
+                                                             c = 100: 66 %   1000: 96 %   8000: 98.9 %   block_size 128
   TinyLlama-1.1B (32 and 4 heads of 64, bf16; 1 KiB a row)   c = 100: 70 %   1000: 96 %   8000: 99.6 %   block_size 16
 
 A copy is a block: 64 KiB for the 8B at block_size 16, 16 KiB for TinyLlama, where larger blocks cost fewer copies. Two
-chunks of up to 2 MiB are in flight. A tile of T queries does T × query heads ÷ KV heads operations for each byte of
-K and V in 16 bits (T × 4 for the 8B; T is at most 128): above about 240 a v5e is bound by its MXUs, above 560 a v6e.
-All of this is arithmetic, nothing is measured. On chips whose two cores look like one (v4, v5p) the kernel uses one.
+chunks of up to 2 MiB, or of 128 tokens, are in flight. A tile of T queries does T × query heads ÷ KV heads operations
+for each byte of K and V in 16 bits (T × 4 for the 8B; T is at most 128): above about 240 a v5e is bound by its MXUs,
+above 560 a v6e. All of this is arithmetic, nothing is measured. On chips whose two cores look like one (v4, v5p) the
+kernel uses one.
 
 Letters beside those of the engine: w tiles, j positions of a tile, r query rows of a tile (for each query head of a
 group, all positions), c tokens of a chunk, e elements of a token's K and V.
