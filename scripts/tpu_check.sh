@@ -2,7 +2,7 @@
 # What to run first on a TPU VM: are the kernel's numbers the oracle's, are the engine's tokens those of the XLA form,
 # and how fast are both?
 #
-#   scripts/tpu_check.sh [FOLDER]            about half an hour; FOLDER: where results go, tpu_check unless given
+#   scripts/tpu_check.sh [FOLDER]            93 minutes at most; FOLDER: where results go, tpu_check unless given
 #   scripts/tpu_check.sh --small [FOLDER]    the same stages on a CPU, tiny, the kernel interpreted: do they work?
 #
 # FOLDER/results.jsonl grows line by line, and is shown: a line when a stage begins, what it prints, a line when it ends,
