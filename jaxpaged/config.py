@@ -360,7 +360,10 @@ def _tpu_block_size(
             f"{model.num_kv_heads} × {model.head_dim}; use 'auto' or 'xla'"
         )
     if dtype == "float16":
-        raise ValueError("attention_backend='pallas_tpu' knows no float16; use dtype='bfloat16' or 'float32'")
+        raise ValueError(
+            "attention_backend='pallas_tpu', which 'auto' takes on a TPU, knows no float16; use dtype='bfloat16' or "
+            "'float32', or attention_backend='xla'"
+        )
     fitting = _TPU_LEAST_BLOCK_SIZE
     while engine.max_num_seqs * -(-max_model_len // fitting) * 4 > _TPU_PAGE_TABLE_BYTES:
         fitting *= 2

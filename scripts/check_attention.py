@@ -47,9 +47,10 @@ TPU_AXES = {
     "dtype": ["float32", "bfloat16"],
     "kv_dtype": ["int8", "as dtype", "float8_e4m3fn"],
     "mask": MASKS,
-    "shape": ["mixed", "decode"],
+    "shape": ["mixed", "decode", "mixed of prompts", "mixed of decodes"],
 }
-"""`heads`: query and KV heads; `shape`: prompt chunks and decodes together, or decodes alone."""
+"""`heads`: query and KV heads; `shape`: steps that may have prompt chunks and decodes, and have both, or one of them
+alone; or the form for decodes."""
 GPU_AXES = TPU_AXES | {
     "head_dim": [128, 64, 80, 256, 96],
     "block_size": [64, 16, 32, 48],
@@ -123,14 +124,18 @@ def has_dtypes(case: Case) -> bool:
 
 def error_in(backend: str, case: Case, seed: int) -> float:
     """How far the kernel is from the oracle in one case; see `compare`."""
-    (n, k), is_decode = case["heads"], case["shape"] != "mixed"
+    (n, k), is_decode = case["heads"], case["shape"].startswith("decode")
     options: dict[str, Any] = {"is_decode": is_decode}
     options |= {"num_splits": 1} if "not split" in case["shape"] else {}
     options |= {"sliding_window": 40} if "window" in case["mask"] else {}
     options |= {"soft_cap": 1.5} if "soft cap" in case["mask"] else {}
     if case["kv_dtype"] != "as dtype":
         options |= {"kv_dtype": case["kv_dtype"], **scales_of(case["kv_dtype"], k)}
-    lengths = [(100, 1), (0, 1), (37, 1), (140, 1)] if is_decode else [(100, 1), (0, 70), (37, 5), (140, 18)]
+    lengths = [(100, 1), (0, 70), (37, 5), (140, 18)]
+    if case["shape"].endswith("prompts"):
+        lengths = lengths[1:]
+    elif case["shape"] != "mixed":
+        lengths = [(before, 1) for before, _ in lengths]
     batch = make_batch(
         lengths, block_size=case["block_size"], num_heads=n, num_kv_heads=k, head_dim=case["head_dim"],
         tokens=5 if is_decode else 100, requests=5, seed=seed,
