@@ -36,7 +36,7 @@ from bench_throughput import Workload, environment, joint_decode_rate, replay
 from timeline import seconds_by_kind, traced
 
 from jaxpaged import Engine
-from jaxpaged.batch import pick_bucket
+from jaxpaged.batch import MOST_DRAWS, pick_bucket
 from jaxpaged.memory import blocks_for
 from jaxpaged.runner import DrawShape
 
@@ -141,8 +141,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--timeline", action="store_true", help="trace steps as well, on a GPU or a CPU")
     parser.add_argument("--rate-size", type=int, metavar="MB", default=1024, help="see bench_attention.py")
     args = parser.parse_args()
-    if min(*args.requests, args.new_tokens - 1, args.repeat) < 1:
-        parser.error("--requests and --repeat must be 1 or more, --new-tokens 2 or more")
+    if min(*args.requests, args.repeat) < 1 or args.new_tokens < MOST_DRAWS + 2:
+        parser.error(f"--requests and --repeat must be 1 or more, --new-tokens {MOST_DRAWS + 2} or more")
     if args.context < args.new_tokens + 33:
         parser.error(f"--context {args.context} must be 33 or more beyond --new-tokens {args.new_tokens}")
     return args

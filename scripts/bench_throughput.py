@@ -393,7 +393,7 @@ def grid(max_num_seqs: int, max_model_len: int) -> list[tuple[int, int]]:
 
 
 def sweep_point(engine: Engine, num_requests: int, context: int, repeat: int, rng: np.random.Generator) -> dict:
-    """Medians over runs that find their prompts in the prefix cache, from the last first token to the end."""
+    """Medians over runs that find their prompts in the prefix cache; see `joint_decode_rate`."""
     shape = (num_requests, context - SWEEP_NEW_TOKENS)
     prompts = rng.integers(3, engine.model_config.vocab_size, shape).tolist()
     workload = Workload("sweep", prompts, [SWEEP_NEW_TOKENS] * num_requests, temperature=0.0, ignore_eos=True)
@@ -418,10 +418,15 @@ def sweep_point(engine: Engine, num_requests: int, context: int, repeat: int, rn
 
 
 def joint_decode_rate(run: dict) -> float:
-    """Tokens per second of all requests together, from when the last of them has its first token to the end."""
+    """Tokens per second of all requests together, from when the last of them has its first token to the last call but
+    one.
+
+    Tokens are told when the next call has been launched, which may take until that is done. After the last call there
+    is none: its tokens would seem to take no time.
+    """
     start = max(arrivals[0][0] for arrivals in run["arrivals"])
-    later = [(at, n) for arrivals in run["arrivals"] for at, n in arrivals if at > start]
-    return sum(n for _, n in later) / (max(at for at, _ in later) - start)
+    end = max(arrivals[-2][0] for arrivals in run["arrivals"])
+    return sum(n for arrivals in run["arrivals"] for at, n in arrivals if start < at <= end) / (end - start)
 
 
 def draw(lines: list[dict]):

@@ -26,7 +26,7 @@ if [ "$is_small" = 1 ]; then
     decode_attention=("${sizes[@]}" --decode 2x40)
     prefill_attention=("${sizes[@]}" --prefill 1x20@30)
     little=("$model") large=("$model")
-    decode=(--requests 2 --context 41 --new-tokens 8 --batched-tokens 64 --repeat 1 --rate-size 4)
+    decode=(--requests 2 --context 57 --new-tokens 24 --batched-tokens 64 --repeat 1 --rate-size 4)
 else
     numerics=(--cases pairs)
     tokens=() bf16=(--dtype bfloat16)

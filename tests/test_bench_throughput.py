@@ -271,9 +271,10 @@ def test_a_sweep_doubles_requests_then_contexts():
     assert bench.grid(6, 500) == [(1, 128), (2, 128), (4, 128), (2, 256)]
 
 
-def test_requests_decode_together_from_the_last_first_token_on():
-    run = {"arrivals": [[(1.0, 1), (1.5, 1), (3.0, 4)], [(2.0, 1), (4.0, 5)]]}
-    assert bench.joint_decode_rate(run) == (4 + 5) / (4.0 - 2.0)
+def test_requests_decode_together_from_the_last_first_token_to_the_last_call_but_one():
+    """The tokens of the last call come as soon as those before."""
+    run = {"arrivals": [[(1.0, 1), (1.5, 1), (3.0, 4), (3.1, 3)], [(2.0, 1), (3.5, 5), (3.6, 2)]]}
+    assert bench.joint_decode_rate(run) == (4 + 3 + 5) / (3.5 - 2.0)
 
 
 def test_a_sweep_writes_a_line_for_each_point(engine, tmp_path, monkeypatch):
