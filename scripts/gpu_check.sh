@@ -40,7 +40,7 @@ else
 fi
 decode+=(--load-format dummy --timeline)
 
-device_stage 30 gpu cuda13
+device_stage 60 gpu cuda13  # the first to read CUDA's libraries from the disk
 of_device=pallas_gpu
 if grep -q '"compute_capability": 9\.' "$results"; then of_device="pallas_gpu mosaic_gpu"; fi
 read -ra backends <<< "${BACKENDS:-$of_device}"
@@ -52,7 +52,8 @@ if [[ " ${backends[*]} " == *" mosaic_gpu "* ]]; then
 fi
 stage logprobs_random 60 "$python" scripts/check_engine.py --load-format dummy --model "${random[@]}"
 stage decode_attention 60 "$python" scripts/bench_attention.py --backends "${backends[@]}" "${decode_attention[@]}"
-stage prefill_attention 30 "$python" scripts/bench_attention.py --backends xla "${backends[@]}" "${prefill_attention[@]}"
+# All kernels for GPUs have the same one for prompts.
+stage prefill_attention 30 "$python" scripts/bench_attention.py --backends "${backends[0]}" "${prefill_attention[@]}"
 stage decode_1b 60 "$python" scripts/bench_decode.py --model "${little[@]}" "${decode[@]}"
 stage decode_8b 80 "$python" scripts/bench_decode.py --model "${large[@]}" "${decode[@]}"
 # The same with whole steps as one command buffer (CUDA graph), which XLA does not do by default.
