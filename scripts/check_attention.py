@@ -11,11 +11,13 @@ with what went wrong. The last line counts. The exit status is 0 where all are e
 
 import argparse
 import functools
+import itertools
 import json
 import platform
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -190,9 +192,11 @@ def main() -> int:
     where["python"] = platform.python_version()
     results = []
     for backend in backends:
-        with interpreted(PLATFORMS[backend] if args.interpret else None):
-            for seed, case in enumerate(cases(backend, args.cases)[: args.first]):
-                line = line_of(backend, case, seed)
+        with interpreted(PLATFORMS[backend] if args.interpret else None), ThreadPoolExecutor(8) as pool:
+            # Most of the time compilers take. What is interpreted is in this thread alone.
+            in_order = map if args.interpret else pool.map
+            chosen = cases(backend, args.cases)[: args.first]
+            for line in in_order(line_of, itertools.repeat(backend), chosen, range(len(chosen))):
                 results.append(line["result"])
                 print(json.dumps(line | where), flush=True)
     counts = {name: results.count(name) for name in ("equal", "differs", "refused")}
