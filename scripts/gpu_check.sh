@@ -56,9 +56,10 @@ stage decode_attention 60 "$python" scripts/bench_attention.py --backends "${bac
 stage prefill_attention 30 "$python" scripts/bench_attention.py --backends "${backends[0]}" "${prefill_attention[@]}"
 stage decode_1b 60 "$python" scripts/bench_decode.py --model "${little[@]}" "${decode[@]}"
 stage decode_8b 80 "$python" scripts/bench_decode.py --model "${large[@]}" "${decode[@]}"
-# The same with whole steps as one command buffer (CUDA graph), which XLA does not do by default.
+# The same with whole steps as one command buffer (CUDA graph), which XLA does not do by default, nor with sorts by CUB.
 given_flags=${XLA_FLAGS:-}
-if [ "$is_small" = 0 ]; then export XLA_FLAGS="$given_flags --xla_gpu_enable_command_buffer=+WHILE"; fi
+one_graph="--xla_gpu_enable_command_buffer=+WHILE --xla_gpu_enable_cub_radix_sort=false"
+if [ "$is_small" = 0 ]; then export XLA_FLAGS="$given_flags $one_graph"; fi
 stage decode_1b_one_graph 60 "$python" scripts/bench_decode.py --model "${little[@]}" "${decode[@]}"
 export XLA_FLAGS=$given_flags
 if [[ " ${backends[*]} " == *" mosaic_gpu "* ]]; then
