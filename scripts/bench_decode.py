@@ -38,7 +38,7 @@ from timeline import seconds_by_kind, traced
 from jaxpaged import Engine
 from jaxpaged.batch import MOST_DRAWS, pick_bucket
 from jaxpaged.memory import blocks_for
-from jaxpaged.runner import DrawShape
+from jaxpaged.runner import DrawShape, PrefillShape, Shape
 
 
 def make_prompts(num_requests: int, context: int, new_tokens: int, block_size: int, vocab_size: int) -> list[list[int]]:
@@ -53,8 +53,7 @@ def workload(prompts: list[list[int]], max_tokens: int) -> Workload:
 
 
 def fill(engine: Engine, prompts: list[list[int]], rates: Rates) -> dict:
-    """Computes all prompts; the line of it. The rate is the median over steps, the first and the last of which are
-    compiled now."""
+    """Computes all prompts; the line of it. The rate is the median over steps."""
     run, _ = replay(engine, workload(prompts, 1))
     counts = sorted(Counter(arrivals[0][0] for arrivals in run["arrivals"]).items())
     rates_of_steps = [n * len(prompts[0]) / (at - before) for (before, _), (at, n) in itertools.pairwise(counts)]
@@ -79,10 +78,24 @@ def step_bytes(engine: Engine, num_requests: int, context: int) -> float:
     return report.weights - unread + num_requests * context * report.bytes_per_token
 
 
-def compile_steps(engine: Engine, numbers_of_requests: list[int]):
-    """Compiles the decode steps, in parallel."""
-    shapes = [decode_shape(engine, num_requests) for num_requests in numbers_of_requests]
+def compile_steps(engine: Engine, numbers_of_requests: list[int], prompts: list[list[int]]):
+    """Compiles the decode steps, and those that compute all prompts, in parallel."""
+    shapes: list[Shape] = [decode_shape(engine, num_requests) for num_requests in numbers_of_requests]
+    budget, length = engine.config.max_num_batched_tokens, len(prompts[0])
+    num_full, num_last = divmod(len(prompts) * length, budget)
+    # In each full step but the first two prompts may be in part.
+    steps = [(budget, blocks_for(budget, length) + (i > 0)) for i in range(min(num_full, 2))]
+    steps += [(num_last, blocks_for(num_last, length))] if num_last else []
+    for num_tokens, num_requests in steps:
+        shapes += prefill_shapes(engine, num_tokens, min(num_requests, len(prompts)))
     engine._live_runner.compiler.compile_all(dict.fromkeys(shapes))
+
+
+def prefill_shapes(engine: Engine, num_tokens: int, num_requests: int) -> tuple[PrefillShape, DrawShape]:
+    buckets = engine._buckets
+    t = pick_bucket(num_tokens, buckets.tokens, "tokens")
+    b = pick_bucket(num_requests, buckets.prefill_requests(t), "requests")
+    return PrefillShape(t, b), DrawShape(False, b, buckets.logprobs[0])
 
 
 def decode_shape(engine: Engine, num_requests: int) -> DrawShape:
@@ -166,7 +179,7 @@ def main() -> int:
         def report(line: dict):
             print(json.dumps(line | where | {"at_s": round(time.perf_counter() - start, 1)}), flush=True)
 
-        compile_steps(engine, args.requests)
+        compile_steps(engine, args.requests, prompts)
         report(fill(engine, prompts, rates))
         step_ms = {}
         for num_requests in args.requests:

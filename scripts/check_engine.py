@@ -6,8 +6,9 @@
 Each prompt is served on `--backend` ("auto": what the engine takes here), greedily, prompts in chunks beside decodes.
 Then the XLA form is given prompts and drawn tokens together, and says how probable it finds each: `largest` and `mean`
 are the differences of the log-probabilities, of tokens of prompts and of drawn ones. In float32, with products in full
-precision, the XLA form draws as well, and tokens are to be the same, but for a first difference where its best two
-differ by less than 1e-4. On random weights no tokens are compared: many are near ties there.
+precision, the XLA form draws as well, and tokens are to be the same; `why` says where a first difference is between two
+that differ by less than 1e-4, of which one in 200 requests is allowed. On random weights no tokens are compared: many
+are near ties there.
 
 Prompts are those of a file where the model has a tokenizer, else random. `bound`: what `largest` may be. The exit
 status is 0 where all is as it should be.

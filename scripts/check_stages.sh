@@ -33,13 +33,17 @@ stage() {
 }
 
 device_program='
-import dataclasses, json, sys
+import dataclasses, json, shutil, subprocess, sys
 from importlib import metadata
 from jaxpaged.runner import device_facts
 facts, (wanted, extra) = dataclasses.asdict(device_facts()), sys.argv[1:]
 names = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12")
 names = [name for name in names if any(d.name == name for d in metadata.distributions())]
-print(json.dumps(facts | {"python": sys.version.split()[0]} | {name: metadata.version(name) for name in names}))
+versions = {"python": sys.version.split()[0]} | {name: metadata.version(name) for name in names}
+if shutil.which("nvidia-smi"):
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    versions["driver"] = ", ".join(sorted(set(subprocess.run(query, capture_output=True, text=True).stdout.split())))
+print(json.dumps(facts | versions))
 if facts["platform"] != wanted:
     sys.exit("this is no %s but: %s (pip install .[%s], where no other process is using one)"
              % (wanted, facts["platform"], extra))

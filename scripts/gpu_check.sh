@@ -44,6 +44,9 @@ device_stage 60 gpu cuda13  # the first to read CUDA's libraries from the disk
 of_device=pallas_gpu
 if grep -q '"compute_capability": 9\.' "$results"; then of_device="pallas_gpu mosaic_gpu"; fi
 read -ra backends <<< "${BACKENDS:-$of_device}"
+# What follows up to attention is compared, not timed: XLA need not try which of its products is the fastest.
+given_flags=${XLA_FLAGS:-}
+if [ "$is_small" = 0 ]; then export XLA_FLAGS="$given_flags --xla_gpu_autotune_level=0"; fi
 stage numerics 75 "$python" scripts/check_attention.py --backends "${backends[@]}" "${numerics[@]}"
 stage tokens 75 "$python" scripts/check_engine.py --model "$model" "${tokens[@]}"
 stage logprobs_bf16 40 "$python" scripts/check_engine.py --model "$model" "${bf16[@]}" "${tokens[@]}"
@@ -51,13 +54,13 @@ if [[ " ${backends[*]} " == *" mosaic_gpu "* ]]; then
     stage logprobs_mosaic 40 "$python" scripts/check_engine.py --model "$model" --dtype bfloat16 --backend mosaic_gpu
 fi
 stage logprobs_random 60 "$python" scripts/check_engine.py --load-format dummy --model "${random[@]}"
+export XLA_FLAGS=$given_flags
 stage decode_attention 60 "$python" scripts/bench_attention.py --backends "${backends[@]}" "${decode_attention[@]}"
 # All kernels for GPUs have the same one for prompts.
 stage prefill_attention 30 "$python" scripts/bench_attention.py --backends "${backends[0]}" "${prefill_attention[@]}"
 stage decode_1b 60 "$python" scripts/bench_decode.py --model "${little[@]}" "${decode[@]}"
 stage decode_8b 80 "$python" scripts/bench_decode.py --model "${large[@]}" "${decode[@]}"
 # The same with whole steps as one command buffer (CUDA graph), which XLA does not do by default, nor with sorts by CUB.
-given_flags=${XLA_FLAGS:-}
 one_graph="--xla_gpu_enable_command_buffer=+WHILE --xla_gpu_enable_cub_radix_sort=false"
 if [ "$is_small" = 0 ]; then export XLA_FLAGS="$given_flags $one_graph"; fi
 stage decode_1b_one_graph 60 "$python" scripts/bench_decode.py --model "${little[@]}" "${decode[@]}"

@@ -12,6 +12,7 @@ import jax
 import pytest
 
 import tiny
+from jaxpaged import Engine
 from jaxpaged.checkpoints import load_weights, open_model
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
@@ -39,6 +40,19 @@ def test_prompts_are_found_again_but_for_their_last_token():
     prompts = bench_decode.make_prompts(2, context=100, new_tokens=30, block_size=16, vocab_size=50)
     assert [len(prompt) for prompt in prompts] == [65, 65]
     assert prompts[0] != prompts[1] and max(map(max, prompts)) < 50
+
+
+def test_all_steps_are_compiled_ahead():
+    settings = {"max_num_seqs": 5, "max_num_batched_tokens": 64, "max_model_len": 58, "num_device_blocks": 25}
+    with Engine(tiny.model_directory(), warmup="lazy", block_size=16, swap_space=0, **settings) as engine:
+        prompts = bench_decode.make_prompts(5, 57, 24, 16, engine.model_config.vocab_size)
+        bench_decode.compile_steps(engine, [2, 5], prompts)
+        ahead = [step["shape"] for step in engine.stats()["compiled_steps"]]
+        bench_decode.fill(engine, prompts, Rates(copy=1e9, matmul=1e9))
+        for num_requests in (2, 5):
+            bench_decode.decode(engine, bench_decode.workload(prompts[:num_requests], 24), 1, Rates(copy=1, matmul=1))
+        later = [step["shape"] for step in engine.stats()["compiled_steps"]][len(ahead) :]
+    assert len(ahead) > 3 and all("Update" in shape for shape in later), later
 
 
 def test_prompts_that_are_not_found_again_are_an_error_and_not_timed_with_decodes(monkeypatch):

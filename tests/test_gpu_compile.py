@@ -18,8 +18,6 @@ QUICK_KERNELS = ["a100", "h200"]
 NUM_BLOCKS = (15000, 60000)
 MOST_LAUNCHES = 15
 """Kernels of a layer: 13 for an H200, one or two more where less is fused."""
-MOST_SPILLED = 64
-"""Bytes of a thread that may leave the registers in prompts, and in float32, which is for comparisons."""
 
 
 def pytest_generate_tests(metafunc):
@@ -46,10 +44,8 @@ def test_the_kernel_compiles_for_all_kinds_of_heads_blocks_dtypes_and_masks_in_p
         is_decode, is_float32 = case["shape"].startswith("decode"), case["dtype"] == "float32"
         assert case["kernels"] == 1 + is_split and (is_decode or not is_split), case
         assert is_split or case["shape"] != "decode of 2", case
-        attention = case["ptxas"]["paged_attention_kernel"]
-        assert attention["spilled_bytes"] <= (0 if is_decode and not is_float32 else MOST_SPILLED), case
-        assert not is_split or case["ptxas"]["merge_splits_kernel"]["spilled_bytes"] == 0, case
-        products = {"mma.sync", "wgmma", "tcgen05.mma"} & set(attention["instructions"])
+        assert all(kernel["spilled_bytes"] == 0 for kernel in case["ptxas"].values()), case
+        products = {"mma.sync", "wgmma", "tcgen05.mma"} & set(case["ptxas"]["paged_attention_kernel"]["instructions"])
         assert bool(products) is not is_float32, case
 
 
