@@ -34,6 +34,7 @@ class Completions:
         self._detokenizers = [detokenizer_for(member, tokenizer) for member in members]
         self._num_tokens_told = [0] * len(members)
         self._num_chars_told = [0] * len(members)
+        self._is_end_told = [False] * len(members)
 
     @property
     def is_finished(self) -> bool:
@@ -107,12 +108,14 @@ class Completions:
         first_token = first_char = 0
         if kind is RequestOutputKind.DELTA:
             first_token, first_char = self._num_tokens_told[i], self._num_chars_told[i]
-            if first_token == request.num_output_tokens:
+            is_end_new = request.is_finished and not self._is_end_told[i]
+            if first_token == request.num_output_tokens and not is_end_new:
                 return None
         text = "" if detokenizer is None else detokenizer.text(request.is_finished, first_char)
         if kind is RequestOutputKind.DELTA:
             self._num_tokens_told[i] = request.num_output_tokens
             self._num_chars_told[i] += len(text)
+            self._is_end_told[i] = request.is_finished
         wants_logprobs = self._params.logprobs is not None
         return CompletionOutput(
             index=i,

@@ -101,6 +101,16 @@ def test_a_stop_string_over_three_tokens_ends_the_text(engine, include, text):
     assert "".join(parts) == text
 
 
+def test_an_end_without_a_token_is_told_by_a_delta_with_the_text_held_back(engine):
+    options = {"allowed_token_ids": [ord("a")], "bad_words": ["aaa"], "stop": "never"}
+    completion = completion_of(engine, [5, 6, 7], **options)
+    assert (completion.text, completion.finish_reason) == ("aa", "error")
+    outputs = list(engine.stream([5, 6, 7], greedy(8, output_kind=DELTA, **options)))
+    [last] = outputs[-1].outputs
+    assert outputs[-1].finished and (last.finish_reason, last.stop_reason) == ("error", completion.stop_reason)
+    assert "".join(output.outputs[0].text for output in outputs) == "aa"
+
+
 def test_a_stop_string_that_begins_twice_ends_the_text_once(engine):
     prompt, tokens = spell("ab", "ab", "ab", "c", "abc")
     completion = completion_of(engine, prompt, stop="abc")
