@@ -344,7 +344,6 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._include_stop_str = include_stop_str_in_output
         self._num_before_match = max(map(len, self._stop), default=1) - 1
-        self._num_without_stop = min_tokens
         self._matched: str | None = None
 
         self._context, self._context_text = self._last_word(prompt_token_ids)
