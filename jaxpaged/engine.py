@@ -588,6 +588,7 @@ class Engine:
         start = time.perf_counter()
         with self._rewound_when_it_fails(), TraceAnnotation("update"):
             self._in_flight.popleft()
+            self._live_runner.land_swaps()
             updated = self._scheduler.update(launched.scheduled, output)
             self._draw_oldest(self._live_runner)
         digested = time.perf_counter()

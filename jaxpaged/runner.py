@@ -500,12 +500,15 @@ class Runner:
     def wait(self, drawn: steps.Drawn) -> StepOutput:
         """What a step has drawn, when it is done. Raises what went wrong on the device."""
         token_id_ib, logprobs, chunks = jax.device_get((drawn.token_ib, drawn.logprobs, drawn.prompt_logprobs))
-        self._host_blocks.land()
         return StepOutput(
             token_id_ib=token_id_ib,
             logprobs=None if logprobs is None else StepLogprobs(*logprobs),
             prompt_logprobs=None if chunks is None else PromptLogprobs(*map(np.concatenate, zip(*chunks, strict=True))),
         )
+
+    def land_swaps(self):
+        """Takes in what has come to the host. Not a part of `wait`, which may be in a thread of its own."""
+        self._host_blocks.land()
 
     def _prompt_logprobs(self, computed: steps.Computed, targets: PromptTargets) -> list[tuple[jax.Array, ...]]:
         """Chunk after chunk, so that logits over the vocabulary are there of one chunk at a time."""

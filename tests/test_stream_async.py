@@ -1,6 +1,7 @@
 """Streams under asyncio: many at once, in one event loop, which is left to others while the device computes."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -131,6 +132,13 @@ def test_the_event_loop_is_left_to_others_while_the_device_computes(engine, monk
 
     monkeypatch.setattr(engine._runner, "wait", slow)
     assert len(asyncio.run(main())) > 2 * 6, "several ticks for each of six waits of 50 ms"
+
+
+def test_blocks_from_the_device_are_taken_in_by_the_thread_that_sends_others(engine, monkeypatch):
+    land, threads = engine._runner.land_swaps, set()
+    monkeypatch.setattr(engine._runner, "land_swaps", lambda: (threads.add(threading.get_ident()), land()))
+    asyncio.run(collect(engine, [5, 6, 7], greedy(6)))
+    assert threads == {threading.get_ident()}
 
 
 def test_a_step_that_fails_is_told_to_all_who_wait_and_the_next_streams_go_on(engine, monkeypatch):
