@@ -199,6 +199,7 @@ def test_eos_is_an_id_a_list_or_nothing():
     assert model_config(TINYLLAMA | {"eos_token_id": 7}).eos_token_ids == (7,)
     assert model_config(TINYLLAMA | {"eos_token_id": [7, 3, 7]}).eos_token_ids == (7, 3)
     assert model_config(TINYLLAMA | {"eos_token_id": None}).eos_token_ids == ()
+    assert model_config(TINYLLAMA | {"eos_token_id": [2, 32_000]}).eos_token_ids == (2,), "of 32,000 tokens"
     with pytest.raises(ValueError, match="eos_token_id='</s>'"):
         model_config(TINYLLAMA | {"eos_token_id": "</s>"})
 

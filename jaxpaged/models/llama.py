@@ -92,8 +92,9 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
             "and head_dim is not given"
         )
     rope_theta, rope_scaling = _rope(hf)
+    vocab_size = _int(hf, "vocab_size")
     return ModelConfig(
-        vocab_size=_int(hf, "vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=_int(hf, "intermediate_size"),
         num_layers=_int(hf, "num_hidden_layers"),
@@ -108,7 +109,7 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
         attention_bias=_bool(hf, "attention_bias"),
         mlp_bias=_bool(hf, "mlp_bias"),
         dtype=_dtype(hf),
-        eos_token_ids=eos_token_ids(hf),
+        eos_token_ids=tuple(i for i in eos_token_ids(hf) if i < vocab_size),  # others are never drawn
     )
 
 
