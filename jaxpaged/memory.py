@@ -164,10 +164,11 @@ def fit_max_model_len(given: int | None, resolved: int, num_blocks: int, block_s
 
 def check_host_memory(engine: EngineConfig, host_memory: int) -> str | None:
     """None, or a warning when the host's blocks may take over 40 % of its memory. ValueError over 70 %."""
-    settings = f"swap_space={engine.swap_space}"
+    swap_space = engine.swap_space if engine.may_swap else 0
+    settings = f"swap_space={swap_space}"
     if engine.kv_offloading_size:
         settings += f" + kv_offloading_size={engine.kv_offloading_size}"
-    fraction = (engine.swap_space + engine.kv_offloading_size) * GIB / host_memory
+    fraction = (swap_space + engine.kv_offloading_size) * GIB / host_memory
     text = f"{settings} GiB is {fraction:.0%} of the host's {host_memory / GIB:.1f} GiB of memory"
     if fraction > 0.7:
         raise ValueError(f"{text}; at most 70 % may be taken: lower it to {0.7 * host_memory / GIB:.1f} or less")

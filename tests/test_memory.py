@@ -173,6 +173,7 @@ def test_host_blocks_over_40_percent_of_the_host_warn_and_over_70_are_refused():
     assert check(7) is not None
     with pytest.raises(ValueError, match=r"at most 70 % may be taken: lower it to 7.0"):
         check(7.1)
+    assert check_host_memory(EngineConfig(swap_space=9, preemption_mode="recompute"), 10 * GIB) is None, "none is taken"
     with pytest.raises(ValueError, match=r"swap_space=4 \+ kv_offloading_size=4 GiB is 80% of the host's"):
         check(4, 4)
 
