@@ -394,5 +394,5 @@ def _check_number(name: str, value: Any):
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str | None, ...]):
-    if value not in choices:
+    if not isinstance(value, str | None) or value not in choices:  # a numpy dtype is equal to its name
         raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, choices))}")

@@ -395,6 +395,14 @@ def test_a_name_in_two_files_is_refused(tmp_path):
     refused(directory, r"1 is there more than once: model\.norm\.weight")
 
 
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": [1]}'])
+def test_a_broken_index_of_shards_is_refused_by_name(tmp_path, text):
+    directory = tmp_path / "model"
+    shutil.copytree(MODELS / "mha_sharded", directory)
+    (directory / "model.safetensors.index.json").write_text(text)
+    refused(directory, r"model\.safetensors\.index\.json is no index of safetensors files")
+
+
 def test_a_missing_shard_is_refused_by_name(tmp_path):
     directory = tmp_path / "model"
     shutil.copytree(MODELS / "mha_sharded", directory)
@@ -434,6 +442,8 @@ def test_a_load_format_that_the_files_do_not_have_is_refused(tmp_path):
 def test_a_name_that_is_nothing_is_refused_with_what_it_could_be():
     refused("no-such-model", r"neither a file nor a directory here, nor a built-in name \(smollm2-135m-instruct\), nor")
     refused("./no/such/model", "neither a file nor a directory here")
+    for nothing in (None, "", 5, b"bytes"):
+        refused(nothing, f"^model={nothing!r} must be a directory, a .gguf file, a Hugging Face repo id or a built-in")
 
 
 # ---- Hugging Face Hub

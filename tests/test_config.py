@@ -2,6 +2,7 @@
 
 from dataclasses import FrozenInstanceError, replace
 
+import numpy as np
 import pytest
 
 from jaxpaged.config import DeviceFacts, EngineConfig, ModelConfig, RopeScaling, attention_notice, resolve
@@ -76,6 +77,11 @@ TURING = replace(CPU, platform="gpu", kind="Tesla T4", has_native_bf16=False, co
 def test_a_wrong_setting_is_refused_by_name_with_its_value_and_what_is_legal(name, value, legal):
     with pytest.raises(ValueError, match=rf"^{name}={value!r}.*{legal}".replace("+", r"\+")):
         EngineConfig(**{name: value})
+
+
+def test_a_dtype_is_given_by_name():
+    with pytest.raises(ValueError, match=r"dtype=dtype\('float32'\) is not known; choose one of 'auto', 'float32'"):
+        EngineConfig(dtype=np.dtype("float32"))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

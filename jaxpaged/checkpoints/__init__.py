@@ -67,6 +67,8 @@ def open_model(model: str | os.PathLike[str], load_format: str = "auto") -> Mode
     `load_format` insists on one of "safetensors", "gguf" and "orbax", or takes random weights ("dummy", for which
     config.json is enough). ValueError where there is no such model, or no such weights in it.
     """
+    if not isinstance(model, (str, os.PathLike)) or not os.fspath(model):
+        raise ValueError(f"model={model!r} must be a directory, a .gguf file, a Hugging Face repo id or a built-in one")
     name, path = os.fspath(model), Path(model).expanduser()
     if not path.exists():
         if name.lower() in BUILT_IN:

@@ -21,9 +21,7 @@ class SafetensorsFiles:
         if (directory / "model.safetensors").exists():
             self.files = [directory / "model.safetensors"]
         elif index.exists():
-            self.files = [
-                directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            ]
+            self.files = [directory / name for name in _shards(index)]
         else:
             self.files = sorted(directory.glob("*.safetensors"))
         missing = [file.name for file in self.files if not file.exists()]
@@ -45,6 +43,13 @@ class SafetensorsFiles:
             with _open(file) as tensors:
                 for name in tensors.offset_keys():
                     yield name, tensors.get_tensor(name)
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of safetensors files ({error!r}); download it again") from None
 
 
 def _open(file: Path) -> Any:
