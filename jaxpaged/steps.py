@@ -300,8 +300,7 @@ def _draw(
     state = replace(state, last_token_r=state.last_token_r.at[target_b].set(token_b, mode="drop"))
     if state.adjustments is not None:
         state = replace(state, adjustments=count_tokens(state.adjustments, target_b, token_b))
-    if logits_bv is not raw_bv:
-        token_b = jnp.where(jnp.isfinite(logits_bv.max(-1)), token_b, NO_TOKEN)
+    token_b = jnp.where(jnp.isfinite(logits_bv.max(-1)), token_b, NO_TOKEN)
     return Drawn(jnp.where(is_drawn_b, token_b, NOT_DRAWN), logprobs), state
 
 

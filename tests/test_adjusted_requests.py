@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import tiny
 from jaxpaged import Engine, RequestOutputKind, SamplingParams
@@ -440,6 +441,15 @@ def test_a_processor_that_forbids_everything_or_yields_no_number_ends_the_reques
         outputs = [generate(engine, prompt, greedy(n))[0] for prompt, n in (([5, 6, 7], 9), ([5, 6], 9), ([5, 6], 4))]
     assert [len(output.outputs[0].token_ids) for output in outputs] == [0, 4, 4]
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "error", "length"]
+
+
+def test_a_model_whose_logits_are_no_numbers_ends_the_request(tmp_path):
+    tiny.write_model(tmp_path)
+    broken = tiny.tensors()["model.norm.weight"] * np.float32(np.nan)
+    save_file(tiny.tensors() | {"model.norm.weight": broken}, tmp_path / "model.safetensors")
+    with Engine(tmp_path, **SETTINGS) as engine:
+        results = [completion(engine, params) for params in (greedy(3), SamplingParams(seed=1), greedy(3, logprobs=1))]
+    assert [(r.token_ids, r.finish_reason) for r in results] == [([], "error")] * 3
 
 
 @pytest.mark.parametrize(
