@@ -295,7 +295,10 @@ def rows_to_keep(args: argparse.Namespace, expected: dict) -> tuple[int, dict[in
         raise ValueError(f"{output} has rows already; continue it (--resume), replace it (--overwrite) or name another")
     if not meta.exists():
         raise ValueError(f"{meta} is missing, so nothing says which run {output} is of; start again with --overwrite")
-    before = json.loads(meta.read_text(encoding="utf-8"))
+    try:
+        before = dict(json.loads(meta.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{meta} is broken ({error}); repair it, or start again with --overwrite") from None
     names = [name for name in {**before, **expected} if before.get(name) != expected.get(name)]
     if names:
         changes = "; ".join(f"{name} was {before.get(name)!r}, is now {expected.get(name)!r}" for name in names)

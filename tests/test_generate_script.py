@@ -450,6 +450,11 @@ def test_resuming_is_refused_when_rows_are_broken_in_the_middle_or_of_unknown_or
     with pytest.raises(SystemExit, match="2"):
         run("a\nb\n", "--resume")
     assert "broken row in its middle, at byte 0" in capsys.readouterr().err
+    for broken in ("{", "[1]", "null"):
+        (tmp_path / "out.jsonl.meta.json").write_text(broken)
+        with pytest.raises(SystemExit, match="2"):
+            run("a\nb\n", "--resume")
+        assert "out.jsonl.meta.json is broken" in capsys.readouterr().err
     (tmp_path / "out.jsonl.meta.json").unlink()
     with pytest.raises(SystemExit, match="2"):
         run("a\nb\n", "--resume")
