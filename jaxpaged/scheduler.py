@@ -642,7 +642,6 @@ def _adjusted_row(request: Request) -> AdjustedRow:
 
 def _logprobs(output: StepOutput, draw: int, i: int, num_logprobs: int) -> dict[int, Logprob]:
     """Of one draw of request i: token id → log-probability, that of the drawn token first."""
-    logprobs = output.logprobs
     logprobs, token_id = output.logprobs, int(output.token_id_ib[draw, i])
     assert logprobs is not None, "a request asked for logprobs, but the step returned none"
     drawn = Logprob(float(logprobs.drawn_ib[draw, i]), int(logprobs.rank_ib[draw, i]))
