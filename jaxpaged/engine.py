@@ -110,8 +110,8 @@ class Engine:
                 logger.warning(warning)
         self._tokenizer = _load_tokenizer(tokenizer, source)
         self._choices = TokenChoices(self._tokenizer, source.config)
-        weights = load_weights(source, config.dtype, config.quantization, seed=config.seed)
         self.config = self._size_pool(given, config, facts)
+        weights = load_weights(source, config.dtype, config.quantization, seed=config.seed)
         self._facts = facts
         self._buckets = batch.make_buckets(self.config)
         num_host_blocks = memory.decide_num_host_blocks(self.config, source.config)

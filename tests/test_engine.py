@@ -140,6 +140,12 @@ def test_a_request_larger_than_the_pool_is_refused_at_once():
         Engine(tiny.model_directory(), max_num_seqs=2, num_device_blocks=4, max_model_len=65)
 
 
+def test_what_does_not_fit_is_refused_before_weights_are_read(monkeypatch):
+    monkeypatch.setattr("jaxpaged.engine.load_weights", lambda *_, **__: pytest.fail("weights are read"))
+    with pytest.raises(ValueError, match="max_model_len=100 needs 7 blocks"):
+        Engine(tiny.model_directory(), max_model_len=100, num_device_blocks=2)
+
+
 def test_a_pool_too_small_for_the_models_length_lowers_max_model_len_and_says_so(caplog):
     with Engine(tiny.model_directory(), max_num_seqs=2, num_device_blocks=4) as engine:
         assert engine.config.max_model_len == 64
