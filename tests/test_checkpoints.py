@@ -305,6 +305,13 @@ def test_gguf_files_that_would_compute_something_else_are_refused(tmp_path):
     (tmp_path / "d.gguf").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ValueError, match=r"d\.gguf cannot be read as GGUF"):
         open_model(tmp_path / "d.gguf")
+    with_tokens = lambda writer: writer.add_token_list(["one", "two"])  # noqa: E731
+    content = write_gguf(tmp_path / "f.gguf", "gqa_tied", rope=with_tokens).read_bytes()
+    counted = (2).to_bytes(8, "little") + (3).to_bytes(8, "little") + b"one"
+    assert content.count(counted) == 1
+    (tmp_path / "f.gguf").write_bytes(content.replace(counted, (2**40).to_bytes(8, "little") + counted[8:]))
+    with pytest.raises(ValueError, match=r"f\.gguf cannot be read as GGUF \(an array of 1099511627776 texts goes"):
+        open_model(tmp_path / "f.gguf")
 
 
 @pytest.fixture(scope="module")

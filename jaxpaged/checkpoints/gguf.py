@@ -64,7 +64,7 @@ class GGUFFile:
         self.path = path
         try:
             reader = _Reader(path)
-        except (ValueError, IndexError) as error:
+        except (ValueError, IndexError, KeyError) as error:
             raise ValueError(f"{path} cannot be read as GGUF ({error}); download it again") from None
         self.metadata: dict[str, Any] = {key: field.contents() for key, field in reader.fields.items()}
         self.stored = {tensor.name: tensor for tensor in reader.tensors}
@@ -210,6 +210,8 @@ class _Reader(gguf.GGUFReader):
         data, parts, offset = np.asarray(self.data), [], start
         for _ in range(count):
             end = offset + 8 + int.from_bytes(data[offset : offset + 8].tobytes(), "little")
+            if end > len(data):
+                raise ValueError(f"an array of {count} texts goes beyond its end")
             parts.append(data[offset + 8 : end])
             offset = end
         return offset - orig_offs, parts, list(range(count)), types
