@@ -31,6 +31,8 @@ class Completions:
         self.members = members
         self.error: str | None = None
         self._prompt, self._params, self._tokenizer = prompt, params, tokenizer
+        self._prompt_token_ids = list(members[0].prompt_token_ids)
+        """For outputs, which are the user's to change."""
         self._detokenizers = [detokenizer_for(member, tokenizer) for member in members]
         self._num_tokens_told = [0] * len(members)
         self._num_chars_told = [0] * len(members)
@@ -93,7 +95,7 @@ class Completions:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
-            prompt_token_ids=first.prompt_token_ids,
+            prompt_token_ids=self._prompt_token_ids,
             outputs=[completion for completion in completions if completion is not None],
             prompt_logprobs=first.prompt_logprobs if is_new and self._params.prompt_logprobs is not None else None,
             finished=self.is_finished,

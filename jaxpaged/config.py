@@ -12,6 +12,10 @@ GIB = 2**30
 
 DTYPES = ("float32", "float16", "bfloat16")
 
+_MOST_REQUESTS = 2**16
+_MOST_DECODE_STEPS = 2**10
+"""Far above what anyone wants; a larger number is a mistake, which would fail later and in other words."""
+
 _TPU_LEAST_BLOCK_SIZE = 16
 """Tokens of 16 bits in a memory tile of a TPU, which the kernel writes whole."""
 _TPU_PAGE_TABLE_BYTES = 2**19
@@ -183,8 +187,8 @@ class EngineConfig:
 
     def __post_init__(self):
         self._check_choices()
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            _check_int(name, getattr(self, name), 1)
+        _check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _check_int("max_num_seqs", self.max_num_seqs, 1, _MOST_REQUESTS)
         for name in ("max_model_len", "kv_cache_memory_bytes", "num_device_blocks"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 1)
@@ -193,7 +197,7 @@ class EngineConfig:
         if self.block_size != "auto":
             _check_int("block_size", self.block_size, 1)
         if self.num_decode_steps != "auto":
-            _check_int("num_decode_steps", self.num_decode_steps, 1)
+            _check_int("num_decode_steps", self.num_decode_steps, 1, _MOST_DECODE_STEPS)
         _check_int("seed", self.seed, -(2**63))
         if self.seed >= 2**64:
             raise ValueError(f"seed={self.seed} does not fit 64 bits")
@@ -381,11 +385,13 @@ def _stretches(model: ModelConfig) -> bool:
     return model.rope_scaling is not None and model.rope_scaling.kind == "dynamic"
 
 
-def _check_int(name: str, value: Any, least: int):
+def _check_int(name: str, value: Any, least: int, most: int | None = None):
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name}={value!r} must be a whole number, not {type(value).__name__}")
     if value < least:
         raise ValueError(f"{name}={value} must be {least} or more")
+    if most is not None and value > most:
+        raise ValueError(f"{name}={value} must be {most} or less")
 
 
 def _check_number(name: str, value: Any):

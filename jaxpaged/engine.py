@@ -204,7 +204,10 @@ class Engine:
 
         `messages`: one conversation ([{"role": …, "content": …}, …]), or a list of them.
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+            raise ValueError(f"messages={messages!r} must be a conversation, or a list of them")
+        messages = list(messages)
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         return self.generate([{"messages": c} for c in conversations], sampling_params, use_tqdm=use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -271,12 +274,15 @@ class Engine:
         return bool(self._groups or self._undelivered)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """Ends a request and frees its blocks at once; returns what it had, None when it is not (any longer) there."""
-        self._undelivered.pop(request_id, None)
+        """Ends a request and frees its blocks at once; returns what it had, None when it is not (any longer) there.
+
+        Of one that has ended already that is its last output, unless somebody has taken it.
+        """
+        undelivered = self._undelivered.pop(request_id, [None])
         self._wake([request_id])
         group = self._groups.get(request_id)
         if group is None:
-            return None
+            return undelivered[-1]
         group.abort(self._scheduler)
         return self._output(group, RequestOutputKind.CUMULATIVE)
 
@@ -497,7 +503,7 @@ class Engine:
         seed = None if params.seed is None else params.seed % 2**64
         members = [
             Request(
-                id=request_id if params.n == 1 else f"{request_id}/{child}",
+                id=member_id,
                 parent_id=None if params.n == 1 else request_id,
                 prompt_token_ids=token_ids,
                 params=params,
@@ -509,7 +515,7 @@ class Engine:
                 bad_words=self._choices.bad_words(params),
                 grammar=self._choices.grammar(params),
             )
-            for child in range(params.n)
+            for child, member_id in enumerate(self._member_ids(request_id, params.n))
         ]
         members[0].siblings = members[1:]
         group = Completions(request_id, text_of(prompt), params, output_kind, members, self._tokenizer)
@@ -521,12 +527,18 @@ class Engine:
         self._groups[request_id] = group
         self._totals["num_prompt_tokens"] += len(token_ids)
 
+    def _member_ids(self, request_id: str, n: int) -> list[str]:
+        """Ids of the requests that a prompt's n completions are, apart from those that users have given."""
+        ids = (f"{request_id}/{number}" for number in itertools.count())
+        free_ids = (member_id for member_id in ids if member_id not in self._scheduler.requests)
+        return [request_id] if n == 1 else list(itertools.islice(free_ids, n))
+
     def _add_beam_search(
         self, request_id: str, prompt: Prompt, params: SamplingParams, width: int, length_penalty: float
     ):
         token_ids, max_tokens = self._servable(prompt, params)
         root = Request(
-            id=f"{request_id}/0",
+            id=request_id,
             parent_id=request_id,
             prompt_token_ids=token_ids,
             params=params,

@@ -101,10 +101,17 @@ def decide_num_device_blocks(
 
     Given blocks or bytes are taken as they are. On a CPU otherwise the smallest of 4 GiB, 0.4 × the memory
     available and max_num_seqs × max_model_len tokens; elsewhere (limit × utilization − all but KV) ÷ block bytes.
-    ValueError where nothing is left.
+    ValueError where nothing is left, or the device has not as much as is given.
     """
     assert isinstance(engine.block_size, int) and engine.max_model_len is not None
     per_block = block_bytes(model, engine.block_size, engine.dtype)
+    given_bytes = engine.kv_cache_memory_bytes or (engine.num_device_blocks or 0) * per_block
+    if given_bytes > device.total_memory > 0:
+        name = "kv_cache_memory_bytes" if engine.num_device_blocks is None else "num_device_blocks"
+        raise ValueError(
+            f"{name}={getattr(engine, name)} would take {given_bytes} bytes, but {device.kind} has "
+            f"{device.total_memory}; lower it"
+        )
     if engine.num_device_blocks is not None:
         return engine.num_device_blocks
     if engine.kv_cache_memory_bytes is not None:

@@ -37,11 +37,12 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
             if len(prompt) > 1:
                 raise ValueError(f'"messages" stands alone in a prompt, not with {list(prompt)}')
             return encode_chat(needed(tokenizer), prompt["messages"])
+        text = prompt.get("prompt", "")
+        if not isinstance(text, str):
+            raise ValueError(f'"prompt" must be text, not {type(text).__name__}; token ids go in "prompt_token_ids"')
         if "prompt_token_ids" in prompt:
             return _token_ids(prompt["prompt_token_ids"])
-        prompt = prompt["prompt"]
-        if not isinstance(prompt, str):
-            raise ValueError(f'"prompt" must be text, not {type(prompt).__name__}; token ids go in "prompt_token_ids"')
+        prompt = text
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError("the prompt is empty; give at least one token")

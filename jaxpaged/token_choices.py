@@ -58,6 +58,11 @@ class TokenChoices:
     def _compiler(self) -> GrammarCompiler:
         if self._tokenizer is None:
             raise ValueError("structured_outputs say what text must be, but there is no tokenizer")
+        if not self._eos_token_ids:
+            raise ValueError(
+                "structured_outputs end with the end of sequence, but the model has none; give eos_token_id in its "
+                "config.json"
+            )
         return GrammarCompiler(self._tokenizer, self._vocab_size, self._eos_token_ids)
 
     def _spell(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

@@ -305,8 +305,7 @@ def test_gguf_files_that_would_compute_something_else_are_refused(tmp_path):
     (tmp_path / "d.gguf").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ValueError, match=r"d\.gguf cannot be read as GGUF"):
         open_model(tmp_path / "d.gguf")
-    with_tokens = lambda writer: writer.add_token_list(["one", "two"])  # noqa: E731
-    content = write_gguf(tmp_path / "f.gguf", "gqa_tied", rope=with_tokens).read_bytes()
+    content = write_gguf(tmp_path / "f.gguf", "gqa_tied", rope=lambda w: w.add_token_list(["one", "two"])).read_bytes()
     counted = (2).to_bytes(8, "little") + (3).to_bytes(8, "little") + b"one"
     assert content.count(counted) == 1
     (tmp_path / "f.gguf").write_bytes(content.replace(counted, (2**40).to_bytes(8, "little") + counted[8:]))
@@ -368,6 +367,13 @@ def test_dummy_weights_of_a_gguf_file_are_random(tmp_path):
 def refused(directory, message, **kwargs):
     with pytest.raises(ValueError, match=message):
         load_weights(open_model(directory, **kwargs), "float32")
+
+
+def test_weights_that_are_whole_numbers_are_refused(tmp_path):
+    tensors = read_tensors(MODELS / "gqa_tied")
+    name = "model.layers.0.mlp.up_proj.weight"
+    directory = with_weights(tmp_path / "model", tensors | {name: tensors[name].astype(np.int8)}, "gqa_tied")
+    refused(directory, f"{name} has dtype int8, but weights are floating-point numbers")
 
 
 def test_missing_and_left_over_names_are_both_listed(tmp_path):

@@ -72,6 +72,8 @@ TURING = replace(CPU, platform="gpu", kind="Tesla T4", has_native_bf16=False, co
         ("quantization", "int4", "None, 'int8'"),
         ("max_logprobs", -2, "must be -1 or more"),
         ("warmup", "no", "'lazy', 'full'"),
+        ("max_num_seqs", 10**11, "must be 65536 or less"),
+        ("num_decode_steps", 10**12, "must be 1024 or less"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name_with_its_value_and_what_is_legal(name, value, legal):

@@ -118,6 +118,7 @@ def test_max_tokens_beyond_the_room_or_none_ends_at_max_model_len(engine):
         ({"prompts": [5]}, "prompts"),
         ({}, "key"),
         ({"prompt": [5, 6]}, "prompt_token_ids"),
+        ({"prompt": 5, "prompt_token_ids": [5]}, '"prompt" must be text, not int'),
         ({"messages": [], "prompt": "x"}, "stands alone"),
     ],
 )
@@ -288,6 +289,21 @@ def test_a_stop_string_over_several_tokens_ends_the_text(text_engine, include):
     assert len(completion.token_ids) < 30 and text_engine.stats()["blocks_used"] == 0
 
 
+@pytest.mark.parametrize("messages", [None, "hello", {"role": "user", "content": "hello"}])
+def test_what_is_no_conversation_is_refused(text_engine, messages):
+    with pytest.raises(ValueError, match="must be a conversation, or a list of them"):
+        text_engine.chat(messages)
+
+
+def test_a_prompts_ids_in_outputs_are_the_users(engine):
+    outputs = list(engine.stream([5, 6, 7], greedy(1)))
+    stream = engine.stream([5, 6, 7], greedy(6, repetition_penalty=1.5))
+    next(stream).prompt_token_ids.append(99)
+    requests = [request.prompt_token_ids for request in engine._scheduler.requests.values()]
+    assert requests == [[5, 6, 7]] and outputs[-1].prompt_token_ids == [5, 6, 7]
+    stream.close()
+
+
 def test_a_chat_without_a_template_is_a_clear_error(text_engine):
     output = text_engine.chat([{"role": "user", "content": "hi"}], use_tqdm=False)[0]
     assert "chat template" in output.error and output.outputs == []
@@ -374,6 +390,12 @@ def test_an_aborted_request_gives_what_it_had_and_frees_its_blocks(engine):
     output = engine.abort(request_id)
     assert output.finished and output.outputs[0].finish_reason == "abort" and len(output.outputs[0].token_ids) == 2
     assert engine.abort(request_id) is None and engine.abort("nobody") is None
+    ended = engine.add_request(prompt_of(5, seed=215), greedy(2))
+    while ended in engine._groups:
+        engine._step()
+    output = engine.abort(ended)
+    assert len(output.outputs[0].token_ids) == 2 and output.outputs[0].finish_reason == "length"
+    assert engine.abort(ended) is None
     engine.abort(waiting)
     assert not engine.has_unfinished_requests() and engine.stats()["blocks_used"] == 0
     engine.check()
@@ -483,10 +505,13 @@ def test_ids_of_children_and_the_users_do_not_meet(engine):
         engine.add_request([5, 6], params, request_id=request_id)
     with pytest.raises(ValueError, match=r"a/0.*in use"):
         engine.add_request([5, 6], greedy(3), request_id="a/0")
+    engine.add_request([5, 6], greedy(3), request_id="b/1")
+    engine.add_request([5, 6], params, request_id="b")
     finals = {}
     while engine.has_unfinished_requests():
         finals |= {output.request_id: output for output in engine.step()}
-    assert finals.keys() == {"a", ""} and all(len(o.outputs) == 2 for o in finals.values())
+    assert finals.keys() == {"a", "", "b/1", "b"}
+    assert all(len(output.outputs) == (1 if name == "b/1" else 2) for name, output in finals.items())
 
 
 class FragileTokenizer(BytesTokenizer):

@@ -274,6 +274,10 @@ def test_every_parameter_of_yarn_is_read():
         ({"vocab_size": None}, "vocab_size=None"),
         ({"num_hidden_layers": "22"}, "num_hidden_layers='22'"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps=-1.0 must be 0 or more"),
+        ({"rope_theta": 0}, "rope_theta=0.0 must be more than 0"),
+        ({"rope_scaling": 5}, "rope_scaling=5 must be an object"),
+        ({"rope_scaling": {"rope_type": ["x"]}}, "rope_type=['x'] is not supported"),
         ({"mlp_bias": "no"}, "mlp_bias='no'"),
         ({"torch_dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn'"),
         ({"num_attention_heads": 30}, "hidden_size=2048 is no multiple of num_attention_heads=30"),
@@ -294,5 +298,8 @@ def test_the_architecture_decides_the_family():
 def test_an_unknown_family_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"'LlamaForSequenceClassification'.*known are LlamaForCausalLM, llama"):
         family_of({"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"})
+    for names in (5, [["LlamaForCausalLM"]]):
+        with pytest.raises(ValueError, match="no model family reads"):
+            family_of({"architectures": names})
     with pytest.raises(ValueError, match="None; known are"):
         family_of({})

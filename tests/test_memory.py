@@ -98,6 +98,15 @@ def test_a_given_number_of_blocks_is_taken_as_it_is():
     assert num_blocks(num_device_blocks=7, weights=100 * GIB) == 7
 
 
+def test_a_pool_that_is_larger_than_the_device_is_refused():
+    blocks = 16 * GIB // PER_BLOCK
+    assert num_blocks(num_device_blocks=blocks) == blocks == num_blocks(kv_cache_memory_bytes=16 * GIB)
+    with pytest.raises(ValueError, match=f"num_device_blocks={blocks + 1} would take .* but a GPU has {16 * GIB}"):
+        num_blocks(num_device_blocks=blocks + 1)
+    with pytest.raises(ValueError, match=f"kv_cache_memory_bytes={16 * GIB + 1} would take"):
+        num_blocks(kv_cache_memory_bytes=16 * GIB + 1)
+
+
 def test_bytes_that_hold_no_block_are_refused_with_the_size_of_one():
     assert num_blocks(kv_cache_memory_bytes=PER_BLOCK) == 1
     with pytest.raises(ValueError, match=r"kv_cache_memory_bytes=360447 holds no block: one takes 360448 bytes"):

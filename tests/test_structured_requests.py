@@ -1,6 +1,7 @@
 """Structured output through the engine: what is drawn goes on towards what was asked for, in batches of all kinds."""
 
 import asyncio
+import json
 import re
 
 import numpy as np
@@ -211,6 +212,16 @@ def test_without_a_tokenizer_whose_tokens_are_known_it_is_refused(tokenizer, mes
     with (
         Engine(tiny.model_directory(), tokenizer=tokenizer, **SETTINGS) as engine,
         pytest.raises(ValueError, match=message),
+    ):
+        engine.add_request(PROMPTS[0], structured({"regex": "a"}))
+
+
+def test_a_model_that_knows_no_end_is_refused_in_words(tmp_path):
+    tiny.write_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tiny.HF_CONFIG | {"eos_token_id": None}))
+    with (
+        Engine(tmp_path, tokenizer=tiny.CharsTokenizer(), **SETTINGS) as engine,
+        pytest.raises(ValueError, match=r"but the model has none; give eos_token_id in its config\.json"),
     ):
         engine.add_request(PROMPTS[0], structured({"regex": "a"}))
 

@@ -188,6 +188,11 @@ def load_weights(source: ModelSource, dtype: str, quantization: str | None = Non
             raise ValueError(
                 f"{source.name}: {name} has shape {list(tensor.shape)}, but the config asks for {list(part.shape)}"
             )
+        if not jnp.issubdtype(tensor.dtype, jnp.floating):
+            raise ValueError(
+                f"{source.name}: {name} has dtype {tensor.dtype}, but weights are floating-point numbers; give a "
+                "checkpoint that is not quantized, or quantized as GGUF"
+            )
         spec = path_to_spec[part.path]
         if part.path not in buffers:
             whole = unquantized(spec)

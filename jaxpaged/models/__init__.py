@@ -13,8 +13,9 @@ FAMILIES: dict[str, ModuleType] = {"LlamaForCausalLM": llama, "llama": llama}
 def family_of(hf: Mapping[str, Any]) -> ModuleType:
     """The family that a config.json belongs to. `architectures` decides; `model_type` where it is absent."""
     names = hf.get("architectures") or [hf.get("model_type")]
+    names = names if isinstance(names, list) else [names]
     for name in names:
-        if name in FAMILIES:
+        if isinstance(name, str) and name in FAMILIES:
             return FAMILIES[name]
     raise ValueError(
         f"config.json: no model family reads {' or '.join(map(repr, names))}; known are {', '.join(FAMILIES)}"

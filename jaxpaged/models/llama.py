@@ -92,6 +92,9 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
             "and head_dim is not given"
         )
     rope_theta, rope_scaling = _rope(hf)
+    rms_norm_eps = _number(hf, "rms_norm_eps", 1e-6)
+    if rms_norm_eps < 0:
+        raise ValueError(f"config.json: rms_norm_eps={rms_norm_eps} must be 0 or more")
     vocab_size = _int(hf, "vocab_size")
     return ModelConfig(
         vocab_size=vocab_size,
@@ -102,7 +105,7 @@ def model_config(hf: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=_int(hf, "num_key_value_heads", num_heads),
         head_dim=_int(hf, "head_dim", hidden_size // num_heads),
         max_position_embeddings=_int(hf, "max_position_embeddings"),
-        rms_norm_eps=_number(hf, "rms_norm_eps", 1e-6),
+        rms_norm_eps=rms_norm_eps,
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=_bool(hf, "tie_word_embeddings"),
@@ -124,10 +127,15 @@ def eos_token_ids(hf: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """(theta, scaling) from `rope_scaling` beside `rope_theta`, or from transformers 5's `rope_parameters`."""
-    rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"config.json: rope_scaling={rope!r} must be an object")
+    rope = dict(rope)
     theta = _number(rope if rope.get("rope_theta") is not None else hf, "rope_theta", 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ROPE_KEYS:
+    if theta <= 0:
+        raise ValueError(f"config.json: rope_theta={theta} must be more than 0")
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
         raise ValueError(
             f"config.json: rope_type={kind!r} is not supported; this family reads {', '.join(map(repr, ROPE_KEYS))}"
         )
