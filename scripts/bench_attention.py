@@ -38,6 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from interpreted import PLATFORMS, interpreted
 from jax import lax
+from usage import count, pair, usage_errors
 
 from jaxpaged.attention import paged_attention
 from jaxpaged.config import DeviceFacts, EngineConfig, ModelConfig, resolve
@@ -68,12 +69,14 @@ class Shape:
 
     @staticmethod
     def parse(text: str, *, is_decode: bool) -> "Shape":
-        """ValueError for what is no shape."""
-        size, _, context = text.partition("@")
-        num_requests, num = map(int, size.split("x"))
-        num_new, context = (1, num) if is_decode else (num, int(context or num))
-        if min(num_requests, num_new) < 1 or context < num_new or (is_decode and "@" in text):
-            raise ValueError(text)
+        """ArgumentTypeError for what is no shape."""
+        size, at, context = text.partition("@")
+        num_requests, num = pair(text if is_decode else size)
+        num_new, context = (1, num) if is_decode else (num, count(context) if at else num)
+        if context < num_new:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: the context must be {num_new} tokens or more, the new ones in it"
+            )
         return Shape(text, is_decode, num_requests, num_new, context)
 
     def num_bytes(self, model: ModelConfig, itemsize: int) -> int:
@@ -274,10 +277,10 @@ def versions() -> dict[str, str]:
 
 
 def heads(text: str) -> tuple[int, int]:
-    """Numbers of query and of KV heads. ValueError for what is not that."""
-    n, k = map(int, text.split("x"))
-    if k < 1 or n < 1 or n % k:
-        raise ValueError(text)
+    """Numbers of query and of KV heads. ArgumentTypeError for what is not that."""
+    n, k = pair(text)
+    if n % k:
+        raise argparse.ArgumentTypeError(f"{text!r}: the query heads must be a multiple of the KV heads, such as 32x8")
     return n, k
 
 
@@ -288,18 +291,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prefill", nargs="*", type=shape(is_decode=False), metavar="REQUESTSxTOKENS[@CONTEXT]")
     parser.add_argument("--backends", nargs="+", metavar="BACKEND")
     parser.add_argument("--heads", type=heads, default="32x8", metavar="QUERYxKV", help="how many (default: 32x8)")
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim", type=count, default=128)
     parser.add_argument("--dtype", default="auto", help="auto: what an engine would take here")
-    parser.add_argument("--block-size", type=lambda text: text if text == "auto" else int(text), default="auto")
-    parser.add_argument("--repeat", type=int, default=5, help="runs that are timed")
-    parser.add_argument("--calls", type=int, help="calls in a run (default: by size)")
-    parser.add_argument("--rate-size", type=int, metavar="MB", help="default: 1024, on a CPU 128")
+    parser.add_argument("--block-size", type=lambda text: text if text == "auto" else count(text), default="auto")
+    parser.add_argument("--repeat", type=count, default=5, help="runs that are timed")
+    parser.add_argument("--calls", type=count, help="calls in a run (default: by size)")
+    parser.add_argument("--rate-size", type=count, metavar="MB", help="default: 1024, on a CPU 128")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no shape after so many seconds")
     parser.add_argument("--interpret", choices=PLATFORMS, help="interpret the kernels for such a device")
-    args = parser.parse_args()
-    if args.repeat < 1 or (args.calls or 1) < 1:
-        parser.error("--repeat and --calls must be 1 or more")
-    return args
+    return parser.parse_args()
 
 
 def main() -> int:
@@ -318,7 +318,8 @@ def main() -> int:
         vocab_size=1, hidden_size=n * args.head_dim, intermediate_size=1, num_layers=1, num_heads=n, num_kv_heads=k,
         head_dim=args.head_dim, max_position_embeddings=2**30, rms_norm_eps=1e-5, rope_theta=10000.0,
     )  # fmt: skip
-    one = settings(Shape.parse("1x16", is_decode=True), "auto", model, facts, args)
+    with usage_errors():
+        one = settings(Shape.parse("1x16", is_decode=True), "auto", model, facts, args)
     args.dtype = one.dtype
     backends = args.backends or list(dict.fromkeys(("xla", one.attention_backend)))
     rates = measure_rates(args.dtype, args.rate_size or (128 if is_cpu else 1024))

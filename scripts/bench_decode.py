@@ -34,6 +34,7 @@ import numpy as np
 from bench_attention import Rates, measure_rates
 from bench_throughput import Workload, environment, joint_decode_rate, replay
 from timeline import seconds_by_kind, traced
+from usage import count, usage_errors
 
 from jaxpaged import Engine
 from jaxpaged.batch import MOST_DRAWS, pick_bucket
@@ -146,16 +147,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     parser.add_argument("--backend", default="auto", help="of attention")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--requests", type=count, nargs="+", default=[1, 64, 256])
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--batched-tokens", type=int, default=8192, help="the token budget of a step")
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--batched-tokens", type=count, default=8192, help="the token budget of a step")
+    parser.add_argument("--repeat", type=count, default=3)
     parser.add_argument("--timeline", action="store_true", help="trace steps as well, on a GPU or a CPU")
-    parser.add_argument("--rate-size", type=int, metavar="MB", default=1024, help="see bench_attention.py")
+    parser.add_argument("--rate-size", type=count, metavar="MB", default=1024, help="see bench_attention.py")
     args = parser.parse_args()
-    if min(*args.requests, args.repeat) < 1 or args.new_tokens < MOST_DRAWS + 2:
-        parser.error(f"--requests and --repeat must be 1 or more, --new-tokens {MOST_DRAWS + 2} or more")
+    if args.new_tokens < MOST_DRAWS + 2:
+        parser.error(f"--new-tokens {args.new_tokens} must be {MOST_DRAWS + 2} or more")
     if args.context < args.new_tokens + 33:
         parser.error(f"--context {args.context} must be 33 or more beyond --new-tokens {args.new_tokens}")
     return args
@@ -169,7 +170,9 @@ def main() -> int:
     settings |= {"block_size": block_size, "max_num_batched_tokens": max(args.batched_tokens, most)}
     settings["num_device_blocks"] = most * (blocks_for(args.context + 1, block_size) + 1)
     start = time.perf_counter()
-    with Engine(args.model, **settings) as engine:
+    with usage_errors():
+        engine = Engine(args.model, **settings)
+    with engine:
         rates = measure_rates(engine.config.dtype, args.rate_size)
         where = {"model": str(args.model), "backend": engine.config.attention_backend, **environment(engine)}
         where |= {"copy_gb_s": round(rates.copy / 1e9, 2), "matmul_tflop_s": round(rates.matmul / 1e12, 3)}

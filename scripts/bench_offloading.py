@@ -19,6 +19,7 @@ import time
 
 import jax
 import numpy as np
+from usage import count, usage_errors
 
 from jaxpaged import Engine, SamplingParams
 
@@ -54,7 +55,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default=None)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=count, default=3)
     args = parser.parse_args()
     if wrong := [length for length in args.lengths if length % BLOCK_SIZE or length < 3 * BLOCK_SIZE]:
         parser.error(f"--lengths {wrong}: give multiples of {BLOCK_SIZE}, the tokens of a block, three blocks or more")
@@ -63,7 +64,9 @@ def main() -> int:
     where |= {"jax": jax.__version__, "python": platform.python_version()}
     for length in args.lengths:
         sizes = {"max_model_len": length + 1, "num_device_blocks": length // BLOCK_SIZE + 1, "swap_space": 0}
-        with Engine(args.model, **settings, **sizes, kv_offloading_size=1) as engine:
+        with usage_errors():
+            engine = Engine(args.model, **settings, **sizes, kv_offloading_size=1)
+        with engine:
             line = {"length": length, **measure(engine, length, args.repeat), "dtype": engine.config.dtype}
             print(json.dumps(line | where), flush=True)
     return 0

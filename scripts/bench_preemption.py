@@ -24,6 +24,7 @@ import time
 
 import jax
 import numpy as np
+from usage import count, usage_errors
 
 from jaxpaged import Engine, SamplingParams
 
@@ -73,7 +74,7 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default=None)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=count, default=3)
     args = parser.parse_args()
     if wrong := [length for length in args.lengths if length % 16 or length < 16]:
         parser.error(f"--lengths {wrong}: give multiples of 16, the tokens of a block")
@@ -85,7 +86,9 @@ def main() -> int:
     where |= {"jax": jax.__version__, "python": platform.python_version()}
     for length in args.lengths:
         sizes = {"max_model_len": length + args.max_tokens, "num_device_blocks": args.num_requests * length // 16}
-        with Engine(args.model, **settings, **sizes) as engine:
+        with usage_errors():
+            engine = Engine(args.model, **settings, **sizes)
+        with engine:
             line = measure(engine, length, args.num_requests, args.max_tokens, args.repeat)
             print(json.dumps(line | {"dtype": engine.config.dtype} | where), flush=True)
     return 0

@@ -17,6 +17,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from usage import count
 
 from jaxpaged.adjustments import make_adjustments, row_values, start_row
 from jaxpaged.models.weights import Weights
@@ -47,6 +48,9 @@ PLAIN = AdjustedRow(
     bad_words=(),
 )
 
+FEWEST_TOKENS = 1000
+"""Of a vocabulary: cases name tokens up to it."""
+
 ADJUSTED = {
     "adjusted": {},
     "presence_penalty": {"presence_penalty": 1.0},
@@ -54,7 +58,7 @@ ADJUSTED = {
     "repetition_penalty": {"repetition_penalty": 1.2},
     "min_tokens": {"min_tokens": 1000},
     "logit_bias": {"logit_bias": {5: 1.0}},
-    "allowed_token_ids": {"allowed_token_ids": tuple(range(1000))},
+    "allowed_token_ids": {"allowed_token_ids": tuple(range(FEWEST_TOKENS))},
     "bad_words of one token": {"bad_words": ((7,),)},
     "bad_words of three tokens": {"bad_words": tuple((i, 598, 599) for i in range(MAX_BAD_WORDS))},
 }
@@ -133,11 +137,13 @@ def measure(vocab: int, num_requests: int, repeat: int, has_all_logprobs: bool) 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocab", nargs="+", type=int, default=[32_000, 128_256, 256_000])
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--repeat", type=int, default=10)
+    parser.add_argument("--vocab", nargs="+", type=count, default=[32_000, 128_256, 256_000])
+    parser.add_argument("--requests", type=count, default=64)
+    parser.add_argument("--repeat", type=count, default=10)
     parser.add_argument("--all-logprobs", action="store_true", help="also those of the whole vocabulary")
     args = parser.parse_args()
+    if min(args.vocab) < FEWEST_TOKENS:
+        parser.error(f"--vocab {min(args.vocab)} must be {FEWEST_TOKENS} or more, for the tokens that cases name")
     for vocab in args.vocab:
         seconds = measure(vocab, args.requests, args.repeat, args.all_logprobs)
         for name, s in seconds.items():

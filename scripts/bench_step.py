@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from usage import count, pair, usage_errors
 
 from jaxpaged import Engine, sampler
 from jaxpaged.attention import paged_attention
@@ -179,9 +180,18 @@ def quartile_ms(seconds: list[float]) -> float:
     return round(1e3 * float(np.percentile(seconds, 25)), 2)
 
 
-def measure(engine: Engine, size: str, repeat: int, *, is_decode: bool) -> dict:
+def check_sizes(config: EngineConfig, decode: list[tuple[int, int]], prefill: list[tuple[int, int]]):
+    """ValueError for a size that no step of the engine has."""
+    assert config.max_model_len is not None
+    for b, context in (*decode, *prefill):
+        if b > config.max_num_seqs or context >= config.max_model_len:
+            most = f"{config.max_num_seqs} requests and {config.max_model_len - 1} tokens of each"
+            raise ValueError(f"{b}x{context} is larger than the model and the engine allow; give at most {most}")
+
+
+def measure(engine: Engine, size: tuple[int, int], repeat: int, *, is_decode: bool) -> dict:
     """The JSON line of one size."""
-    num_requests, num_context = map(int, size.split("x"))
+    num_requests, num_context = size
     parts = Parts(engine, num_requests, num_context, is_decode=is_decode)
     functions = {name: getattr(parts, name) for name in ("step", *PARTS)}
     times: dict[str, list[float]] = {name: [] for name in (*functions, "launch")}
@@ -197,7 +207,7 @@ def measure(engine: Engine, size: str, repeat: int, *, is_decode: bool) -> dict:
     rest = line["step_ms"] - sum(line[f"{name}_ms"] for name in PARTS)
     gb_s, gflop_s = bandwidth_gb_s(), peak_gflop_s(engine.config)
     return {
-        ("decode" if is_decode else "prefill"): size,
+        ("decode" if is_decode else "prefill"): f"{num_requests}x{num_context}",
         **line,
         "rest_ms": round(rest, 2),
         "floors_ms": floors_ms(engine, parts, num_requests, num_context, gb_s, gflop_s),
@@ -255,15 +265,20 @@ def _least_seconds(function, array) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--decode", nargs="*", default=[], metavar="REQUESTSxCONTEXT")
-    parser.add_argument("--prefill", nargs="*", default=[], metavar="REQUESTSxTOKENS")
+    parser.add_argument("--decode", nargs="*", type=pair, default=[], metavar="REQUESTSxCONTEXT")
+    parser.add_argument("--prefill", nargs="*", type=pair, default=[], metavar="REQUESTSxTOKENS")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default=None)
-    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--repeat", type=count, default=20)
     args = parser.parse_args()
+    if not args.decode and not args.prefill:
+        parser.error("there is no size to time; give --decode or --prefill, or both")
     settings = {"dtype": args.dtype, "quantization": args.quantization, "num_decode_steps": 1}
-    with Engine(args.model, **settings) as engine:
+    with usage_errors():
+        engine = Engine(args.model, **settings)
+        check_sizes(engine.config, args.decode, args.prefill)
+    with engine:
         where = {"dtype": engine.config.dtype, "quantization": args.quantization, "platform": jax.devices()[0].platform}
         where |= {"jax": jax.__version__, "python": platform.python_version()}
         for size in args.decode:

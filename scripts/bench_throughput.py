@@ -33,6 +33,7 @@ draws it. `--host-only` needs no device: what schedule, build and update take fo
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -51,6 +52,7 @@ import jax
 import numpy as np
 from bench_peer import Arrivals
 from safetensors.numpy import save_file
+from usage import count, usage_errors
 
 from jaxpaged import Engine, RequestOutputKind, SamplingParams, batch
 from jaxpaged.checkpoints import open_model
@@ -59,7 +61,7 @@ from jaxpaged.memory import blocks_for
 from jaxpaged.request import Request
 from jaxpaged.scheduler import Scheduler
 from jaxpaged.step_data import StepOutput
-from jaxpaged.tokenizer import Detokenizer, encode
+from jaxpaged.tokenizer import Detokenizer, Tokenizer, encode
 
 PEERS = ("vllm", "hf", "llamacpp")
 RATIOS = ("output_tok_s", "prompt_tok_s", "decode_tok_s", "first_token_s_p50")
@@ -82,14 +84,23 @@ class Workload:
 
 def read_workload(path: Path) -> Workload:
     """The workload in a file. ValueError where it is none."""
-    record = json.loads(path.read_text())
-    missing = [name for name in ("prompt_token_ids", "max_tokens", "temperature", "ignore_eos") if name not in record]
-    if missing:
+    try:
+        record = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}), so it is no workload; see scripts/workloads/W1.json") from None
+    names = ("prompt_token_ids", "max_tokens", "temperature", "ignore_eos")
+    if missing := [name for name in names if not isinstance(record, dict) or name not in record]:
         raise ValueError(f"{path} has no {', '.join(missing)}, so it is no workload; see scripts/workloads/W1.json")
     prompts, max_tokens = record["prompt_token_ids"], record["max_tokens"]
+    if not isinstance(prompts, list) or not isinstance(max_tokens, list):
+        raise ValueError(f"{path}: prompt_token_ids and max_tokens must be lists; see scripts/workloads/W1.json")
     if len(prompts) != len(max_tokens):
         raise ValueError(f"{path} has {len(prompts)} prompts and {len(max_tokens)} max_tokens; give one for each")
     return Workload(record.get("name", path.stem), prompts, max_tokens, record["temperature"], record["ignore_eos"])
+
+
+def twin_of(path: Path) -> Path:
+    return path.with_name(f"{path.stem}_warm.json")
 
 
 # ---- runs
@@ -99,15 +110,16 @@ def replay(engine: Engine, workload: Workload) -> tuple[dict, list[dict]]:
     """Serves the workload once: the run (as bench_peer.py tells it) and a record of each step."""
     arrivals = Arrivals(len(workload.prompts))
     index = {}
-    for i, (prompt, max_tokens) in enumerate(zip(workload.prompts, workload.max_tokens, strict=True)):
-        params = SamplingParams(
-            temperature=workload.temperature,
-            max_tokens=max_tokens,
-            ignore_eos=workload.ignore_eos,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-        )
-        index[engine.add_request(prompt, params)] = i
+    with usage_errors():
+        for i, (prompt, max_tokens) in enumerate(zip(workload.prompts, workload.max_tokens, strict=True)):
+            params = SamplingParams(
+                temperature=workload.temperature,
+                max_tokens=max_tokens,
+                ignore_eos=workload.ignore_eos,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            index[engine.add_request(prompt, params)] = i
     steps: dict[int, dict] = {}
     while engine.has_unfinished_requests():
         outputs = engine.step()
@@ -155,7 +167,7 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
 
 def measure(engine: Engine, path: Path, repeat: int, peer: "Peer | None" = None, *, is_hot: bool = False) -> list[dict]:
     """The lines of a workload: ours; with a peer the peer's, ours and the ratios. `is_hot`: see `--hot-prefix`."""
-    workload, twin = read_workload(path), read_workload(path.with_name(f"{path.stem}_warm.json"))
+    workload, twin = read_workload(path), read_workload(twin_of(path))
     start = time.perf_counter()
     warm_up(engine, (twin, workload, workload) if is_hot else (twin, workload), is_hot=is_hot)
     warm_up_s = time.perf_counter() - start
@@ -468,12 +480,12 @@ def draw(lines: list[dict]):
 # ---- the host alone
 
 
-def host_only(model: str) -> list[dict]:
+def host_only(tokenizer: Tokenizer) -> list[dict]:
     """Lines of what the host does for a decode step, without a device: scheduling by size, then detokenizing."""
     machine = {"device": cpu_model(), "num_cores": os.cpu_count(), "python": platform.python_version()}
     sizes = [(16, 128), (64, 128), (256, 128), (256, 1024)]
     lines = [host_steps(num_requests, context) for num_requests, context in sizes]
-    return [line | machine for line in [*lines, detokenizing(model, 256)]]
+    return [line | machine for line in [*lines, detokenizing(tokenizer, 256)]]
 
 
 def host_steps(num_requests: int, context: int, num_steps: int = 320) -> dict:
@@ -532,11 +544,16 @@ def requests_for_host(num_requests: int, context: int, max_tokens: int) -> tuple
     return config, scheduler
 
 
-def detokenizing(model: str, num_requests: int, num_steps: int = 100) -> dict:
-    """p50 in ms of taking up one token of text for each of `num_requests` requests."""
+def tokenizer_of(model: str) -> Tokenizer:
+    """ValueError where the model has none."""
     tokenizer = open_model(model).load_tokenizer()
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, so there is no detokenizing to measure; give another --model")
+    return tokenizer
+
+
+def detokenizing(tokenizer: Tokenizer, num_requests: int, num_steps: int = 100) -> dict:
+    """p50 in ms of taking up one token of text for each of `num_requests` requests."""
     token_ids = encode(tokenizer, (Path(__file__).parent / "prompts.txt").read_text())
     detokenizers = [Detokenizer(tokenizer, token_ids[:1]) for _ in range(num_requests)]
     times = []
@@ -559,7 +576,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", default="auto", help="of the engine, and of the peer")
     parser.add_argument("--quantization", help="of the engine alone; int8")
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=count, default=3)
     parser.add_argument("--sweep", type=Path, metavar="FILE.jsonl", help="measure how cost grows; no workloads")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the sweep (pip install 'jaxpaged[plot]')")
     parser.add_argument("--host-only", action="store_true", help="measure the host's part alone; no workloads")
@@ -568,7 +585,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     peer.add_argument("--peer", choices=PEERS)
     peer.add_argument("--peer-python", help="python of the environment that has the peer (vllm, hf)")
     peer.add_argument("--peer-server", help="the llama-server program (llamacpp)")
-    peer.add_argument("--peer-dtype", help="where it is not to be the engine's: bfloat16 beside --quantization int8")
+    peer.add_argument(
+        "--peer-dtype",
+        choices=("float32", "float16", "bfloat16"),
+        help="where it is not to be the engine's: bfloat16 beside --quantization int8",
+    )
     peer.add_argument("--peer-model", type=Path, help="what the peer loads; default: the engine's weights, converted")
     peer.add_argument("--peer-env", action="append", default=[], metavar="NAME=VALUE", help="for the peer's process")
     args = parser.parse_args(argv)
@@ -582,8 +603,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--plot draws a sweep; give --sweep FILE.jsonl, too")
     if args.peer and not args.workloads:
         parser.error("--peer serves workloads; give some, such as scripts/workloads/W2.json")
-    if args.repeat < 1:
-        parser.error(f"--repeat {args.repeat} must be 1 or more")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib; pip install 'jaxpaged[plot]'")
     given = [
         f"--peer-{name}" for name in ("python", "server", "dtype", "model", "env") if getattr(args, f"peer_{name}")
     ]
@@ -600,14 +621,23 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     if args.host_only:
-        for line in host_only(args.model):
+        with usage_errors():
+            tokenizer = tokenizer_of(args.model)
+        for line in host_only(tokenizer):
             print(json.dumps(line), flush=True)
         return 0
-    workloads = [read_workload(path) for path in args.workloads]
-    if args.peer and (wrong := [w.name for w in workloads if w.temperature != 0 or not w.ignore_eos]):
-        raise ValueError(f"{', '.join(wrong)}: with a peer, workloads must be greedy (temperature 0) and ignore_eos")
+    with usage_errors():
+        workloads = [read_workload(path) for path in args.workloads]
+        if args.peer and (wrong := [w.name for w in workloads if w.temperature != 0 or not w.ignore_eos]):
+            names = ", ".join(wrong)
+            raise ValueError(f"{names}: with a peer, workloads must be greedy (temperature 0) and ignore_eos")
+        for path in args.workloads:
+            read_workload(twin_of(path))
+        for path in filter(None, (args.sweep, args.plot)):
+            path.open("ab").close()
+        engine = Engine(args.model, dtype=args.dtype, quantization=args.quantization)
     with ExitStack() as stack:
-        engine = stack.enter_context(Engine(args.model, dtype=args.dtype, quantization=args.quantization))
+        stack.enter_context(engine)
         if args.sweep:
             lines = sweep(engine, args.sweep, args.repeat)
             if args.plot:
@@ -617,7 +647,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.peer:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-peer-")))
             dtype = args.peer_dtype or engine.config.dtype
-            peer = stack.enter_context(start_peer(args, dtype, workloads, folder))
+            with usage_errors():
+                peer = stack.enter_context(start_peer(args, dtype, workloads, folder))
         for path in args.workloads:
             for line in measure(engine, path, args.repeat, peer, is_hot=args.hot_prefix):
                 print(json.dumps(line), flush=True)

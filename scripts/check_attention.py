@@ -29,6 +29,7 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 import jax
 from covering import Case, covering
+from usage import count
 
 import ragged
 from pallas_kernels.gpu import layout as gpu_layout
@@ -176,7 +177,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", nargs="+", choices=list(PLATFORMS))
     parser.add_argument("--cases", choices=("once", "pairs"), default="pairs")
-    parser.add_argument("--first", type=int, metavar="N", help="only so many of them")
+    parser.add_argument("--first", type=count, metavar="N", help="only so many of them")
     parser.add_argument("--interpret", action="store_true", help="on any device, slowly")
     args = parser.parse_args()
     device = jax.devices()[0]

@@ -25,6 +25,7 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
 import jax
 import numpy as np
+from usage import count, usage_errors
 
 from jaxpaged import Engine, RequestOutput, SamplingParams
 from same_tokens import LOGPROB_TOLERANCE, assert_same
@@ -40,12 +41,15 @@ def serve(args: argparse.Namespace, backend: str, prompts: list | None, params: 
     settings = {"load_format": args.load_format, "dtype": args.dtype, "warmup": "lazy", "block_size": 16}
     settings |= {"max_num_seqs": 16, "max_num_batched_tokens": 128, "max_model_len": 512, "num_device_blocks": 512}
     start = time.perf_counter()
-    with Engine(args.model, attention_backend=backend, swap_space=0, **settings) as engine:
+    with usage_errors():
+        engine = Engine(args.model, attention_backend=backend, swap_space=0, **settings)
+    with engine:
         prompts = prompts or prompts_for(engine, args.prompts)[: args.first]
         outputs = engine.generate(prompts, params, use_tqdm=False)
         facts = {"backend": engine.config.attention_backend, "dtype": engine.config.dtype}
-    if errors := [output.error for output in outputs if output.error]:
-        raise ValueError(f"a prompt could not be served: {errors[0]}")
+    with usage_errors():
+        if errors := [output.error for output in outputs if output.error]:
+            raise ValueError(f"a prompt could not be served: {errors[0]}")
     facts |= {"requests": len(outputs), "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
     return outputs, facts | {"seconds": round(time.perf_counter() - start, 1)}
 
@@ -115,9 +119,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompts", type=Path, default=Path(__file__).parent / "prompts.txt")
-    parser.add_argument("--first", type=int, metavar="N", help="only so many of them")
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--first", type=count, metavar="N", help="only so many of them")
+    parser.add_argument("--max-tokens", type=count, default=64)
     args = parser.parse_args(argv)
+    if not args.prompts.is_file():
+        parser.error(f"--prompts {args.prompts} is no file; give a text file with one prompt a line")
     params = SamplingParams(
         temperature=0, max_tokens=args.max_tokens, ignore_eos=True, logprobs=2, prompt_logprobs=1, detokenize=False
     )

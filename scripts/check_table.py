@@ -5,9 +5,12 @@
 A row for each stage and what it found; a stage without an end was cut off. Lines that are cut short are left out.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
+
+from usage import usage_errors
 
 
 def read(text: str) -> list[dict]:
@@ -96,7 +99,12 @@ def speed(line: dict) -> str:
 
 
 def main() -> int:
-    print(table(read(Path(sys.argv[1]).read_text())))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, metavar="results.jsonl")
+    args = parser.parse_args()
+    with usage_errors():
+        text = args.results.read_text()
+    print(table(read(text)))
     return 0
 
 

@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 
+from usage import usage_errors
+
 from jaxpaged.config import EngineConfig
 from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -432,16 +434,6 @@ def check_files(args: argparse.Namespace) -> tuple[str, int]:
     for path in paths[1:]:
         path.open("ab").close()
     return digest.hexdigest(), num_lines
-
-
-@contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
-    """Turns the errors of what cannot work as asked into one line on stderr and exit status 2, as argparse does."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        print(f"generate.py: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 from generate import add_flags
 from tqdm import tqdm
+from usage import count
 
 from jaxpaged import batch, memory
 from jaxpaged.checkpoints import open_model
@@ -268,16 +269,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="directory, config.json, .gguf file, repo id or built-in name")
     parser.add_argument("--device", required=True, choices=[*DEVICES, "cpu"])
-    parser.add_argument("--num-devices", type=int, default=1, metavar="N", help="devices that share the model (1)")
+    parser.add_argument("--num-devices", type=count, default=1, metavar="N", help="devices that share the model (1)")
     parser.add_argument("--estimate", action="store_true", help="estimate temporaries, whatever compiler is installed")
-    parser.add_argument("--context", type=int, help="tokens of each request in the floors (default: half of the most)")
+    parser.add_argument(
+        "--context", type=count, help="tokens of each request in the floors (default: half of the most)"
+    )
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     add_flags(parser.add_argument_group("engine"), EngineConfig, skip=tuple(names - set(SETTINGS)))
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw it; the suffix says the format")
     args = parser.parse_args(argv)
-    if args.num_devices < 1:
-        parser.error(f"--num-devices {args.num_devices}: give 1 or more")
     try:
         plan = make_plan(args)
         if args.plot is not None:

@@ -1,5 +1,6 @@
 """scripts/bench_attention.py on tiny shapes: each is timed with each backend, and its floor is arithmetic."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def test_the_floor_counts_bytes_that_must_move_and_pairs_that_see_each_other(tex
     assert Rates(copy=10.0, matmul=1e30).floor(shape, MODEL, 2) == num_bytes / 10
 
 
-@pytest.mark.parametrize("text", ["", "3", "0x5", "2x5@4", "2x5x6", "axb"])
+@pytest.mark.parametrize("text", ["", "3", "0x5", "2x5@4", "2x5@", "2x5x6", "axb"])
 def test_what_is_no_shape_is_refused(text):
-    with pytest.raises(ValueError):
+    with pytest.raises(argparse.ArgumentTypeError):
         Shape.parse(text, is_decode=False)

@@ -112,6 +112,8 @@ def test_the_workloads_in_the_repository_can_be_read_and_their_twins_have_the_sa
     ("record", "words"),
     [
         ({"prompt_token_ids": [[1]]}, "no max_tokens, temperature, ignore_eos"),
+        ([{"prompt_token_ids": [[1]]}], "no prompt_token_ids, max_tokens, temperature, ignore_eos"),
+        ({"prompt_token_ids": 1, "max_tokens": [1], "temperature": 0, "ignore_eos": True}, "must be lists"),
         (
             {"prompt_token_ids": [[1]], "max_tokens": [1, 2], "temperature": 0, "ignore_eos": True},
             "1 prompts and 2 max",
@@ -327,7 +329,7 @@ def test_the_host_alone_tells_steps_with_new_blocks_from_steps_without():
         (["--host-only", "--plot", "p.png"], "--plot draws a sweep"),
         (["--host-only", "--hot-prefix"], "--hot-prefix is for workloads"),
         (["w.json", "--hot-prefix", "--peer", "hf", "--peer-python", "p"], "only vllm is run with its prefix cache"),
-        (["w.json", "--repeat", "0"], "--repeat 0 must be 1 or more"),
+        (["w.json", "--repeat", "0"], "--repeat: '0' must be a whole number, 1 or more"),
         (["w.json", "--peer-python", "p"], "--peer-python without --peer"),
         (["w.json", "--peer", "vllm"], "--peer vllm needs --peer-python"),
         (["w.json", "--peer", "llamacpp", "--peer-python", "p"], "--peer llamacpp needs --peer-server"),
@@ -342,11 +344,20 @@ def test_arguments_that_do_not_fit_exit_with_2_and_say_why(capsys, arguments, wo
     assert words in capsys.readouterr().err
 
 
-def test_a_peer_takes_greedy_workloads_only(tmp_path):
+def test_a_peer_takes_greedy_workloads_only(tmp_path, capsys):
     record = {"prompt_token_ids": [[5]], "max_tokens": [5], "temperature": 0.5, "ignore_eos": True}
     (tmp_path / "hot.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="must be greedy"):
+    with pytest.raises(SystemExit, match="2"):
         bench.main([str(tmp_path / "hot.json"), "--peer", "hf", "--peer-python", "p"])
+    assert "must be greedy" in capsys.readouterr().err
+
+
+def test_the_twin_is_read_before_there_is_an_engine(tmp_path, monkeypatch, capsys):
+    (tmp_path / "w.json").write_text((WORKLOADS / "W1.json").read_text())
+    monkeypatch.setattr(bench, "Engine", None)
+    with pytest.raises(SystemExit, match="2"):
+        bench.main([str(tmp_path / "w.json")])
+    assert "w_warm.json" in capsys.readouterr().err
 
 
 def test_the_peers_script_imports_no_jax():

@@ -38,6 +38,7 @@ def load_script():
     return module
 
 
+sys.path.insert(0, str(ROOT / "scripts"))
 generate = load_script()
 
 
@@ -561,7 +562,7 @@ def test_the_engine_may_use_most_of_a_gpu_unless_the_user_says_otherwise(monkeyp
 def test_help_and_wrong_usage_do_not_import_jax():
     code = "import sys, runpy\ntry: runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit: pass\n"
     code = "import sys; sys.argv[:1] = [sys.argv.pop(1)]\n" + code + "assert 'jax' not in sys.modules, 'jax imported'"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"}
     for argv in (["--help"], ["--prompts", __file__, "--temperature", "9"]):
         command = [sys.executable, "-c", code, str(ROOT / "scripts" / "generate.py"), *argv]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
