@@ -236,31 +236,43 @@ class StepCompiler:
         """Bytes of the rows' adjustments, set aside until they are needed."""
         return _num_bytes(self._adjustments)
 
-    def compile_all(self, shapes: Iterable[Shape]):
-        """Compiles all of them in parallel threads, with a progress bar."""
-        shapes = [shape for shape in shapes if shape not in self._compiled]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for _ in tqdm(pool.map(self.compile, shapes), desc="Compiling steps", total=len(shapes), disable=None):
-                pass
+    def compile_all(self, shapes: Iterable[Shape], *, has_bar: bool = True):
+        """Compiles those that are not compiled yet, with a progress bar, and enters them in the ledger.
+
+        In parallel threads, but lowered in the caller's, whose settings of JAX count.
+        """
+        shapes = [shape for shape in dict.fromkeys(shapes) if shape not in self._compiled]
+        bar = tqdm(desc="Compiling steps", total=len(shapes), disable=None if has_bar else True)
+        with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = []
+            for shape in shapes:
+                start = time.perf_counter()
+                jobs.append(pool.submit(self._compile, shape, self.lower(shape), start))
+                jobs[-1].add_done_callback(lambda _: bar.update())
+            for job in jobs:
+                job.result()
 
     def has(self, shape: Shape) -> bool:
         """Whether what has this shape is compiled."""
         return shape in self._compiled
 
+    def need(self, shapes: Iterable[Shape]):
+        """Compiles now those that are not compiled yet. RuntimeError for such in strict mode."""
+        missing = [shape for shape in shapes if shape not in self._compiled]
+        if missing and self._is_strict:
+            raise RuntimeError(
+                f"{missing[0]} was not compiled ahead, and warmup='strict' forbids to compile it now; use warmup='full'"
+            )
+        if missing:
+            self.compile_all(missing, has_bar=False)
+
     def get(self, shape: Shape) -> Any:
-        """The step or update of this shape, compiled now if it has not been. RuntimeError for that in strict mode."""
-        if shape not in self._compiled:
-            if self._is_strict:
-                raise RuntimeError(
-                    f"{shape} was not compiled ahead, and warmup='strict' forbids to compile it now; use warmup='full'"
-                )
-            self.compile(shape)
+        """The step or update of this shape; see `need`."""
+        self.need([shape])
         return self._compiled[shape]
 
-    def compile(self, shape: Shape):
-        """Compiles what has this shape and enters it in the ledger."""
-        start = time.perf_counter()
-        compiled = self.lower(shape).compile(compiler_options())
+    def _compile(self, shape: Shape, lowered: Any, start: float):
+        compiled = lowered.compile(compiler_options())
         seconds = time.perf_counter() - start
         self.ledger.append(CompileRecord(str(shape), seconds, temporaries_of(compiled)))
         logger.debug("compiled %s in %.2f s", shape, seconds)
@@ -449,8 +461,7 @@ class Runner:
         Does not wait: steps run one after another on the device, and their outputs come to the host by themselves.
         Where masks say what may be drawn, what it has computed is to be given to `draw` with them.
         """
-        for shape in _shapes_of(inputs):
-            self.compiler.get(shape)  # before anything changes
+        self.compiler.need(_shapes_of(inputs))  # before anything changes
         for swap in inputs.swaps_out:
             self._swap_out(swap)
         if inputs.copies is not None:
