@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -199,6 +199,16 @@ def temporaries_of(compiled: Any) -> int:
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
+def _compile(lowered: Any) -> Any:
+    return lowered.compile(compiler_options())
+
+
+def _timed(make: Callable[[], Any]) -> tuple[Any, float]:
+    """What a call gives, and the seconds it took."""
+    start = time.perf_counter()
+    return make(), time.perf_counter() - start
+
+
 class StepCompiler:
     """Compiled steps and updates by shape, each made once, and a ledger of them.
 
@@ -246,11 +256,15 @@ class StepCompiler:
         with bar, ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = []
             for shape in shapes:
-                start = time.perf_counter()
-                jobs.append(pool.submit(self._compile, shape, self.lower(shape), start))
-                jobs[-1].add_done_callback(lambda _: bar.update())
-            for job in jobs:
-                job.result()
+                lowered, seconds = _timed(functools.partial(self.lower, shape))
+                jobs.append((shape, seconds, pool.submit(_timed, functools.partial(_compile, lowered))))
+                jobs[-1][-1].add_done_callback(lambda _: bar.update())
+            for shape, seconds, job in jobs:
+                compiled, seconds_more = job.result()
+                seconds += seconds_more
+                self.ledger.append(CompileRecord(str(shape), seconds, temporaries_of(compiled)))
+                logger.debug("compiled %s in %.2f s", shape, seconds)
+                self._compiled[shape] = compiled
 
     def has(self, shape: Shape) -> bool:
         """Whether what has this shape is compiled."""
@@ -270,13 +284,6 @@ class StepCompiler:
         """The step or update of this shape; see `need`."""
         self.need([shape])
         return self._compiled[shape]
-
-    def _compile(self, shape: Shape, lowered: Any, start: float):
-        compiled = lowered.compile(compiler_options())
-        seconds = time.perf_counter() - start
-        self.ledger.append(CompileRecord(str(shape), seconds, temporaries_of(compiled)))
-        logger.debug("compiled %s in %.2f s", shape, seconds)
-        self._compiled[shape] = compiled
 
     def lower(self, shape: Shape) -> Any:
         """What has this shape, lowered from shapes alone."""

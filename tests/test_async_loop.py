@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import tiny
-from jaxpaged import Engine, RequestOutputKind
+from jaxpaged import Engine, RequestOutputKind, runner
 from jaxpaged.step_data import MAX_STOP_IDS
 from test_engine import BytesTokenizer, greedy, prompt_of
 
@@ -191,11 +191,10 @@ def test_requests_may_go_and_come_while_a_step_waits_to_be_compiled(new_engine):
 def test_a_compilation_that_fails_loses_no_request(new_engine, monkeypatch):
     new_engine.add_request(PROMPT, greedy(6))
     new_engine.step()
-    compile_step = new_engine._runner.compiler.compile
-    monkeypatch.setattr(new_engine._runner.compiler, "compile", lambda shape: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        new_engine.step()
-    monkeypatch.setattr(new_engine._runner.compiler, "compile", compile_step)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_compile", lambda lowered: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            new_engine.step()
     while new_engine.has_unfinished_requests():
         outputs = new_engine.step()
     assert outputs[0].outputs[0].token_ids == tiny.naive_greedy(PROMPT, 6)
