@@ -194,21 +194,56 @@ def test_while_a_model_is_loaded_no_matrix_stays_in_float32_on_the_device():
 # ---- a whole model
 
 
-def test_greedy_tokens_are_the_same_alone_and_in_a_batch():
-    """Integer sums do not depend on the batch, nor does a token's scale; float32 attention and norms do, by far less
-    than would round an activation to another step."""
-    prompts, params = tiny.prompts(12, least=17, most=32), same_tokens.GREEDY
-    batch = same_tokens.run(prompts, params, quantization="int8", dtype="float32")
+BATCH = {"quantization": "int8", "dtype": "float32"}
+
+
+def differences_alone() -> np.ndarray:
+    """How far log-probabilities of tokens drawn in a batch are from those of the same tokens alone, all at once."""
+    prompts = tiny.prompts(12, least=17, most=32)
+    batch = same_tokens.run(prompts, same_tokens.GREEDY, **BATCH)
     assert max(step["num_requests"] for step in batch.steps) == 12
-    alone = same_tokens.run(
-        prompts, params, quantization="int8", dtype="float32", max_num_seqs=1, enable_prefix_caching=False
-    )
-    same_tokens.assert_same(batch.outputs, alone.outputs)
-    whole = same_tokens.run(prompts[:1], params, dtype="float32").outputs[0].outputs[0]
-    first = [
-        completion.logprobs[0][completion.token_ids[0]].logprob for completion in (whole, batch.outputs[0].outputs[0])
-    ]
-    assert abs(first[0] - first[1]) > 1e-3, "nothing was quantized"
+    drawn = [output.outputs[0] for output in batch.outputs]
+    whole = [[*prompt, *completion.token_ids] for prompt, completion in zip(prompts, drawn, strict=True)]
+    params = dataclasses.replace(same_tokens.GREEDY, max_tokens=1, prompt_logprobs=1)
+    alone = same_tokens.run(whole, params, **BATCH, max_num_seqs=1, enable_prefix_caching=False)
+    found = []
+    for completion, output in zip(drawn, alone.outputs, strict=True):
+        forced = output.prompt_logprobs[-len(completion.token_ids) :]
+        for token_id, one, other in zip(completion.token_ids, completion.logprobs, forced, strict=True):
+            found.append(abs(one[token_id].logprob - other[token_id].logprob))
+    return np.array(found)
+
+
+def are_the_same(differences: np.ndarray) -> bool:
+    """Whether few tokens differ by more than float32 does, and none by much.
+
+    Integer sums do not depend on the batch, nor does a token's scale. Norms and attention in float32 do in their last
+    digits, which now and then rounds an activation to the step beside: that is 0.01 in one of 288 tokens here.
+    """
+    is_far = differences > same_tokens.LOGPROB_TOLERANCE
+    return bool(is_far.mean() <= 0.03 and differences.max() <= 0.1)
+
+
+def test_tokens_have_the_same_log_probabilities_alone_and_in_a_batch():
+    differences = differences_alone()
+    assert len(differences) > 200 and are_the_same(differences), differences[differences > 1e-4]
+
+
+def test_a_scale_that_a_batch_shares_is_noticed(monkeypatch):
+    def quantize_together(x_rc):
+        q_rc = jnp.round(x_rc.astype(jnp.float32) * (127 / jnp.abs(x_rc).max())).astype(jnp.int8)
+        return Int8Matrix(q_rc, jnp.broadcast_to(jnp.abs(x_rc).max().astype(jnp.float32) / 127, x_rc.shape[:1]))
+
+    monkeypatch.setattr(int8, "quantize", quantize_together)
+    assert not are_the_same(differences_alone())
+
+
+def test_a_quantized_model_is_another():
+    prompts = tiny.prompts(1, least=17, most=32)
+    runs = [same_tokens.run(prompts, same_tokens.GREEDY, **settings) for settings in (BATCH, {"dtype": "float32"})]
+    first = [run.outputs[0].outputs[0] for run in runs]
+    one, other = (completion.logprobs[0][completion.token_ids[0]].logprob for completion in first)
+    assert abs(one - other) > 1e-3, "nothing was quantized"
 
 
 def test_the_memory_report_has_the_bytes_of_the_quantized_weights():
