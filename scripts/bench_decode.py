@@ -89,7 +89,7 @@ def compile_steps(engine: Engine, numbers_of_requests: list[int], prompts: list[
     steps += [(num_last, blocks_for(num_last, length))] if num_last else []
     for num_tokens, num_requests in steps:
         shapes += prefill_shapes(engine, num_tokens, min(num_requests, len(prompts)))
-    engine._live_runner.compiler.compile_all(dict.fromkeys(shapes))
+    engine._live_runner.compiler.compile_all(shapes)
 
 
 def prefill_shapes(engine: Engine, num_tokens: int, num_requests: int) -> tuple[PrefillShape, DrawShape]:

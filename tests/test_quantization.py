@@ -197,6 +197,30 @@ def test_while_a_model_is_loaded_no_matrix_stays_in_float32_on_the_device():
 BATCH = {"quantization": "int8", "dtype": "float32"}
 
 
+def without_rounding(monkeypatch):
+    """Has activations keep what rounding them to int8 takes away; weights stay in int8."""
+
+    def scale(x_rc):
+        largest_r1 = jnp.abs(x_rc.astype(jnp.float32)).max(1, keepdims=True)
+        return Int8Matrix(x_rc.astype(jnp.float32) * (127 / largest_r1), largest_r1[:, 0] / 127)
+
+    def matmul_nt(x_tc, w_oc):
+        return (x_tc.q_rc @ w_oc.q_rc.astype(jnp.float32).T) * (x_tc.scale_r[:, None] * w_oc.scale_r[None])
+
+    monkeypatch.setattr(int8, "quantize", scale)
+    monkeypatch.setattr(int8, "matmul_nt", matmul_nt)
+
+
+def test_greedy_tokens_are_the_same_alone_and_in_a_batch_but_for_the_rounding_of_activations(monkeypatch):
+    """All that depends on the batch is the last digits of float32; see `are_the_same` for what rounding makes of it."""
+    without_rounding(monkeypatch)
+    prompts, params = tiny.prompts(12, least=17, most=32), same_tokens.GREEDY
+    batch = same_tokens.run(prompts, params, **BATCH)
+    assert max(step["num_requests"] for step in batch.steps) == 12
+    alone = same_tokens.run(prompts, params, **BATCH, max_num_seqs=1, enable_prefix_caching=False)
+    same_tokens.assert_same(batch.outputs, alone.outputs)
+
+
 def differences_alone() -> np.ndarray:
     """How far log-probabilities of tokens drawn in a batch are from those of the same tokens alone, all at once."""
     prompts = tiny.prompts(12, least=17, most=32)
